@@ -50,6 +50,16 @@ def test_digits(name: str, least: float, tmp_path: Path, record_property: Record
     assert abs(shares[0] - shares[1]) <= 1.0
 
 
+@pytest.mark.parametrize(("name", "least"), [("snn_digits.py", 95.0), ("snn_events.py", 90.0)])
+def test_spikes(name: str, least: float, tmp_path: Path, record_property: Record) -> None:
+    """Most samples are told; NF4 synapses cost less than half a per cent of them, by the means of five seeds."""
+    shares = numbers(r"([\d.]+)% of the test samples right \(mean of 5 seeds", told(name, tmp_path))
+    record_property("right_percent_of_float_and_packed", shares)
+    assert len(shares) == 2
+    assert min(shares) >= least
+    assert shares[1] >= shares[0] - 0.5
+
+
 def test_text(tmp_path: Path, record_property: Record) -> None:
     """A recurrent network says more of the next byte than counts of pairs; four bits cost less than one per cent."""
     text = told("rnn_text.py", tmp_path)

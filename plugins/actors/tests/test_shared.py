@@ -22,7 +22,7 @@ import torch
 from sharing import content_of, failing_block
 
 import q4core as q4
-from q4_actors import MutableMode, SharedMutableTensor, segment, shared_content
+from q4_actors import MutableMode, SharedMutableTensor, arguments, segment
 from q4_actors.file_locks import FileLocks
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def test_slots_are_refused_where_updates_are_in_place() -> None:
 
 def test_version_overflow_is_refused(state: SharedMutableTensor) -> None:
     """The last version that the word has room for is written; the next is a LifecycleError that changes nothing."""
-    largest = shared_content.MAX_VERSION
+    largest = arguments.MAX_VERSION
     words = state._content.words
     words[segment.CURRENT] |= (largest - 1) << 8
     state.replace(torch.full((4,), 2.0))

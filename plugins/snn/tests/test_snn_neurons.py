@@ -183,11 +183,12 @@ def test_refused_parameters(build: Callable[[], object], name: str) -> None:
 
 def test_refused_states() -> None:
     """A state of another shape, or half a state, and currents for another number of neurons are errors."""
-    for call, name in (
+    calls: list[tuple[Callable[[], object], str]] = [
         (lambda: LIF(1e-3)(torch.ones(2, 3), torch.ones(2, 4)), "mem"),
         (lambda: CubaLIF(1e-3, 1e-3)(torch.ones(2), torch.ones(2)), "mem"),
         (lambda: LIF(torch.ones(3))(torch.ones(2, 4)), "x"),
-    ):
+    ]
+    for call, name in calls:
         with pytest.raises(InputError) as caught:
             call()
         assert caught.value.name == name

@@ -10,7 +10,19 @@ import torch
 
 from q4core import ConfigError, InputError
 
-__all__ = ["MutableMode", "check_content", "check_version", "label_of", "to_mode", "to_seconds"]
+__all__ = [
+    "MAX_VERSION",
+    "MutableMode",
+    "check_content",
+    "check_first_version",
+    "check_version",
+    "label_of",
+    "to_mode",
+    "to_seconds",
+]
+
+MAX_VERSION = 2**55 - 1
+"""The last version: the word by which processes publish it has 8 bits for the slot, and a sign."""
 
 
 class MutableMode(enum.Enum):
@@ -87,6 +99,12 @@ def check_version(label: str, version: object) -> None:
     """Refuse what is no number of a version."""
     if not isinstance(version, int) or isinstance(version, bool):
         raise ConfigError(label, name="version", rule="an integer", value=version)
+
+
+def check_first_version(label: str, version: object) -> None:
+    """Refuse what is no number of a first version."""
+    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
+        raise ConfigError(label, name="version", rule=f"0 … {MAX_VERSION - 1}", value=version)
 
 
 def to_seconds(label: str, timeout: float) -> float:

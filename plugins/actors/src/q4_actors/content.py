@@ -52,7 +52,7 @@ def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
 class Content:
     """State and protocol. ``lock`` guards every field; the content is guarded by ``gate``, or never changes."""
 
-    def __init__(self, tensor: torch.Tensor, label: str, *, is_in_place: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, label: str, *, is_in_place: bool, version: int = 0) -> None:
         self.label = label
         self.home = provider_of(tensor)
         self.is_in_place = is_in_place
@@ -65,7 +65,7 @@ class Content:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.nbytes
         self.sync: DeviceSync | None = None  # for memory that a device works on
-        self.version = 0
+        self.version = version
         self.poison: str | None = None
         self.is_closed = self.is_forked = False
         self.is_unsettled = False

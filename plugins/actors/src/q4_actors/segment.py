@@ -177,8 +177,8 @@ class Segment:
         _OPEN[name] = self
 
     @classmethod
-    def create(cls, label: str, form: Form, content: torch.Tensor) -> Self:
-        """Make a segment with a first content, at version 0.
+    def create(cls, label: str, form: Form, content: torch.Tensor, version: int = 0) -> Self:
+        """Make a segment with a first content, and the number of its version.
 
         Raises:
             InputError: There is no room for it, or the tensor has too many dimensions.
@@ -204,6 +204,7 @@ class Segment:
                 locks.try_shared(USED)
                 made = cls(name, form, file, locks, is_maker=True)
                 made.slots[0].copy_(content)
+                made.words[CURRENT] = version << 8
                 os.link(f"/proc/self/fd/{file}", FOLDER / name, src_dir_fd=file)  # else links are not followed
             except BaseException:
                 if locks is not None:

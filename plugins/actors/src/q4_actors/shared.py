@@ -7,7 +7,15 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
+from q4_actors.arguments import (
+    MutableMode,
+    check_content,
+    check_first_version,
+    check_version,
+    label_of,
+    to_mode,
+    to_seconds,
+)
 from q4_actors.rwlock import HERE
 from q4_actors.segment import MAX_SLOTS, Form, Segment
 from q4_actors.shared_content import SharedContent
@@ -38,11 +46,12 @@ class SharedMutableTensor(MutableTensor):
         name: For messages.
         slots: ``VERSIONED``: how many versions there is room for, 3 … 64; None means 4. Of these, one is the newest and
             one the writer's; the others are for readers that still hold older versions. ``IN_PLACE``: None.
+        version: The number of the first content, where it goes on from a snapshot.
 
     Raises:
         InputError: ``tensor`` is none that can be shared so, or there is too little shared memory.
-        ConfigError: ``mode``, ``name`` or ``slots`` is not legal, or the extension module is missing: outside Linux, or
-            where q4-actors was installed without a C++ compiler.
+        ConfigError: ``mode``, ``name``, ``slots`` or ``version`` is not legal, or the extension module is missing:
+            outside Linux, or where q4-actors was installed without a C++ compiler.
         LifecycleError: The system refuses a file or a lock.
     """
 
@@ -55,6 +64,7 @@ class SharedMutableTensor(MutableTensor):
         mode: MutableMode = MutableMode.VERSIONED,
         name: str | None = None,
         slots: int | None = None,
+        version: int = 0,
     ) -> None:
         label = label_of(name)
         mode = to_mode(label, mode)
@@ -63,7 +73,8 @@ class SharedMutableTensor(MutableTensor):
             raise InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
         _extension(label)
         form = Form(mode, tensor.dtype, tuple(tensor.shape), _count_of(label, slots, mode))
-        self._adopt(Segment.create(label, form, tensor.detach()), label, name)
+        check_first_version(label, version)
+        self._adopt(Segment.create(label, form, tensor.detach(), version), label, name)
 
     def _adopt(self, segment: Segment, label: str, name: str | None) -> None:
         self._mode, self._name = segment.form.mode, name

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from q4_actors.arguments import MutableMode
+from q4_actors.arguments import MAX_VERSION, MutableMode
 from q4_actors.at_fork import CONTENTS
 from q4_actors.backoff import LONGEST_SLEEP_S, Backoff
 from q4_actors.blocks import ReadView, refuse_again, refuse_outside
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from q4_actors.rwlock import Thread, Ticket
     from q4_actors.segment import Segment
 
-__all__ = ["MAX_VERSION", "SharedContent"]
+__all__ = ["SharedContent"]
 
-MAX_VERSION = 2**55 - 1
-"""The word that publishes has 8 bits for the slot, and a sign."""
 LONGEST_LOOK_S = 1.0
 READERS_TURN_S = 2.4 * LONGEST_SLEEP_S
 """How long an ``IN_PLACE`` writer lets readers of other processes go first: they sleep less between two looks."""

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
+from q4_actors.arguments import (
+    MutableMode,
+    check_content,
+    check_first_version,
+    check_version,
+    label_of,
+    to_mode,
+    to_seconds,
+)
 from q4_actors.at_fork import CONTENTS
 from q4_actors.blocks import WriteBlock
 from q4_actors.content import Content, copied
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
 
     from q4_actors.blocks import ReadView
     from q4_actors.dual_view import DualView
+    from q4core import MemoryDecision
 
 __all__ = ["MutableTensor"]
 
@@ -48,17 +57,20 @@ class MutableTensor:
         copy: False takes ``tensor`` itself instead of a copy: for its sole owner, who doesn't touch it again.
         sides: The CPU side and the CUDA side of ``tensor``'s memory (a provider's ``dual_view``), which ``read`` and
             ``write`` then give by ``device=``; for ``IN_PLACE`` and ``copy=False``.
+        version: The number of the first content, where it goes on from a snapshot.
 
     Raises:
         InputError: ``tensor`` is none that can be shared so.
-        ConfigError: ``mode`` or ``name`` is not legal.
+        ConfigError: ``mode``, ``name`` or ``version`` is not legal.
         UnifiedMemoryError: ``tensor`` lies in a provider's memory, and there is no room for a copy.
         LifecycleError: It lies in memory that its provider took back, or where none can be had at this time.
     """
 
     _sides: DualView | None = None
+    placement: MemoryDecision | None = None
+    """What a unified-memory policy made of it; set by ``q4_actors.mutable``."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the options of one tensor
         self,
         tensor: torch.Tensor,
         *,
@@ -66,6 +78,7 @@ class MutableTensor:
         name: str | None = None,
         copy: bool = True,
         sides: DualView | None = None,
+        version: int = 0,
     ) -> None:
         label = label_of(name)
         self._mode = to_mode(label, mode)
@@ -82,7 +95,8 @@ class MutableTensor:
             text = f"{label} can't begin in memory that was given back to its provider"
             raise LifecycleError(text, hint="Place a new tensor.")
         content = copied(tensor, provider_of(tensor), label) if copy else tensor.detach()
-        self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE)
+        check_first_version(label, version)
+        self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE, version=version)
         if sides is not None or tensor.device.type == "cuda":
             self._content.sync = DeviceSync(self._content, sides)
         CONTENTS.add(self._content)

@@ -1,24 +1,32 @@
-"""Spiking neural networks whose synapses have four bits: neurons, spike generators, networks, NIR."""
+"""Spiking neural networks whose synapses have four bits: neurons, spike generators, networks, NIR, plasticity."""
 
 from __future__ import annotations
 
 from q4_snn import spikegen, surrogate
 from q4_snn.network import Network, NetworkState, NonFiniteStateError, Population, Projection
 from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF
+from q4_snn.nir import NirError, from_nir, read_nir, to_nir, write_nir
 from q4_snn.plugin import q4_layers
+from q4_snn.stdp import STDP
 
 __all__ = [
     "ALIF",
     "IF",
     "LI",
     "LIF",
+    "STDP",
     "CubaLIF",
     "Network",
     "NetworkState",
+    "NirError",
     "NonFiniteStateError",
     "Population",
     "Projection",
+    "from_nir",
     "q4_layers",
+    "read_nir",
     "spikegen",
     "surrogate",
+    "to_nir",
+    "write_nir",
 ]

@@ -11,8 +11,10 @@ import attrs
 import torch
 from torch import nn
 
-from q4_nn import STELinear
-from q4core import ConfigError, InputError, Q4Error
+from q4_nn import FilledLinear, STELinear
+from q4_snn.neurons import Spiking
+from q4core import ConfigError, InputError, Q4Error, Q4Linear, dequantize
+from q4core.spikes import SpikeProduct
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,7 +35,7 @@ class Population(nn.Module):
     """A number of neurons of one kind under a name; without a neuron it is an input of the network.
 
     Args:
-        name: Unlike every other in a network, without a dot.
+        name: Unlike every other in a network, without dots and slashes.
         size: How many neurons.
         neuron: How they compute; None for an input.
 
@@ -43,8 +45,8 @@ class Population(nn.Module):
 
     def __init__(self, name: str, size: int, neuron: Neuron | None = None) -> None:
         super().__init__()
-        if not isinstance(name, str) or not name or "." in name:
-            raise ConfigError("population", name="name", rule="a word without a dot", value=name)
+        if not isinstance(name, str) or not name or {".", "/"} & {*name}:
+            raise ConfigError("population", name="name", rule="a word without dots and slashes", value=name)
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"population {name!r}", name="size", rule="a positive whole number", value=size)
         if neuron is not None and neuron.size not in {None, size}:
@@ -116,6 +118,7 @@ class Projection(nn.Module):
         if not isinstance(delay, int) or isinstance(delay, bool) or delay < 0:
             raise ConfigError(f"projection {self.name!r}", name="delay", rule="steps, 0 or more", value=delay)
         self.delay = delay
+        self.is_binary = isinstance(source.neuron, Spiking)
         self.synapses: nn.Module = (
             nn.Linear(source.size, target.size, bias)
             if format is None
@@ -127,15 +130,58 @@ class Projection(nn.Module):
         current: torch.Tensor = self.synapses(spikes)
         return current
 
+    @property
+    def format(self) -> str | None:
+        """Name of the synapses' 4-bit format, or None where they are float."""
+        if isinstance(self.synapses, STELinear):
+            return self.synapses.format
+        packed = self._packed()
+        return None if packed is None else packed.weight.format
+
+    def _packed(self) -> Q4Linear | None:
+        inner = self.synapses.layer if isinstance(self.synapses, FilledLinear) else self.synapses
+        return inner if isinstance(inner, Q4Linear) else None
+
+    def dense_weight(self) -> torch.Tensor:
+        """Return the numbers that ``forward`` uses, [target_size, source_size], float, without gradients."""
+        with torch.no_grad():
+            if isinstance(self.synapses, STELinear):
+                return self.synapses.quantised().clone()
+            packed = self._packed()
+            if packed is None:
+                weight: torch.Tensor = self.synapses.weight  # type: ignore[assignment]  # an nn.Linear's
+                return weight.clone()
+            return dequantize(packed.packed_weight())[:, : self.source_size]
+
     def for_run(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return ``forward`` for many steps in a row: synapses that train in four bits are quantised once for all."""
-        if not isinstance(self.synapses, STELinear):
-            return self
-        return functools.partial(nn.functional.linear, weight=self.synapses.quantised(), bias=self.synapses.bias)
+        """Return ``forward`` for many steps in a row.
+
+        Synapses that train in four bits are quantised once for all. Packed ones cost only the spikes that there are,
+        as ``q4core.spikes.SpikeProduct``, where the source fires, and nothing records gradients.
+        """
+        if isinstance(self.synapses, STELinear):
+            return functools.partial(nn.functional.linear, weight=self.synapses.quantised(), bias=self.synapses.bias)
+        if self.is_binary and not torch.is_grad_enabled():
+            return event_product(self.synapses)
+        return self
 
     def extra_repr(self) -> str:
         """Return what torch prints."""
         return f"{self.name}, delay={self.delay}"
+
+
+def event_product(synapses: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the product of packed synapses with zeros and ones, at the cost of the ones; others as they are."""
+    layer = synapses.layer if isinstance(synapses, FilledLinear) else synapses
+    if not isinstance(layer, Q4Linear) or layer.dtype is not torch.float32:
+        return synapses
+    product, width = SpikeProduct(layer), layer.in_features
+
+    def run(spikes: torch.Tensor) -> torch.Tensor:
+        missing = width - spikes.shape[-1]
+        return product(nn.functional.pad(spikes, (0, missing)) if missing else spikes)
+
+    return run
 
 
 @attrs.frozen(eq=False)
@@ -185,12 +231,14 @@ class Network(nn.Module):
             self._into[item.target].append(item)
             if item.delay:
                 self._depth[item.source] = max(self._depth.get(item.source, 0), item.delay)
-        self._order = self._sorted()
+        self.order = tuple(self._sorted())
+        """Names of the populations, each after those that it needs in the same step."""
 
     def _synapses(self) -> Iterable[Synapses]:
         return self.projections.values()  # type: ignore[return-value]  # checked one by one
 
-    def _population(self, name: str) -> Population:
+    def population(self, name: str) -> Population:
+        """Return a population by name."""
         return self.populations[name]  # type: ignore[return-value]  # what the constructor put there
 
     def _check_projection(self, item: Synapses) -> None:
@@ -200,10 +248,10 @@ class Network(nn.Module):
             if name not in self.populations:
                 rule = f"one of the network's populations, {', '.join(self.populations)}"
                 raise ConfigError(what, name=role, rule=rule, value=name)
-            if self._population(name).size != size:
-                rule = f"of {self._population(name).size} neurons, as population {name!r} is"
+            if self.population(name).size != size:
+                rule = f"of {self.population(name).size} neurons, as population {name!r} is"
                 raise ConfigError(what, name=role, rule=rule, value=size)
-        if self._population(item.target).neuron is None:
+        if self.population(item.target).neuron is None:
             raise ConfigError(what, name="target", rule="a population with a neuron, not an input", value=item.target)
 
     def _sorted(self) -> list[str]:
@@ -230,13 +278,32 @@ class Network(nn.Module):
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the populations without a neuron."""
-        return tuple(name for name in self.populations if self._population(name).neuron is None)
+        return tuple(name for name in self.populations if self.population(name).neuron is None)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the populations that no other one takes spikes of."""
         read = {item.source for item in self._synapses() if item.source != item.target}
         return tuple(name for name in self.populations if name not in read)
+
+    def into(self, name: str) -> Sequence[Synapses]:
+        """Return the projections into a population."""
+        return tuple(self._into[name])
+
+    def depth(self, name: str) -> int:
+        """Return the longest delay of what a population gives, in steps."""
+        return self._depth.get(name, 0)
+
+    def closes_cycle(self, projection: Synapses) -> bool:
+        """Say whether a projection leads back to a population that it depends on, and is not before it in a step."""
+        reached, left = set(), [projection.target]
+        while left:
+            name = left.pop()
+            if name not in reached:
+                reached.add(name)
+                left += [item.target for item in self._synapses() if item.source == name]
+        is_back = self.order.index(projection.source) >= self.order.index(projection.target)
+        return is_back and projection.source in reached
 
     def step(
         self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None = None
@@ -261,8 +328,8 @@ class Network(nn.Module):
         example = self._check(inputs, state)
         given: dict[str, torch.Tensor] = {}
         neurons: dict[str, tuple[torch.Tensor, ...]] = {}
-        for name in self._order:
-            population = self._population(name)
+        for name in self.order:
+            population = self.population(name)
             if population.neuron is None:
                 given[name] = inputs[name]
                 continue
@@ -278,7 +345,7 @@ class Network(nn.Module):
     def _check(self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None) -> torch.Tensor:
         """Check sizes, and return one of the inputs."""
         for name in self.inputs:
-            size = self._population(name).size
+            size = self.population(name).size
             x = inputs.get(name)
             if x is None or x.dim() != 2 or x.shape[1] != size:  # noqa: PLR2004  # [B, n]
                 value = None if x is None else list(x.shape)
@@ -286,7 +353,7 @@ class Network(nn.Module):
         example = inputs[self.inputs[0]]
         for kind, parts in (("state", state.neurons), ("history", state.history)) if state is not None else ():
             for name, tensors in parts.items():
-                wanted = (len(example), self._population(name).size) if name in self.populations else None
+                wanted = (len(example), self.population(name).size) if name in self.populations else None
                 for tensor in tensors:
                     if tensor.shape != wanted:
                         rule = f"of shape {None if wanted is None else list(wanted)}"
@@ -302,7 +369,7 @@ class Network(nn.Module):
         products: _Products,
     ) -> torch.Tensor:
         """Return a population's input in this step."""
-        size, total = self._population(name).size, None
+        size, total = self.population(name).size, None
         for item in self._into[name]:
             if not item.delay:
                 spikes = given[item.source]
@@ -338,6 +405,25 @@ class Network(nn.Module):
             InputError: x does not fit the inputs, or ``record`` names what is not there.
             NonFiniteStateError: A state is NaN or infinite after the last step.
         """
+        sequences, places = self.check_run(x, record)
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
+        products = {item.name: item.for_run() for item in self.projections.values() if isinstance(item, Projection)}
+        for step in range(len(next(iter(sequences.values())))):
+            given, state = self._step({name: value[step] for name, value in sequences.items()}, state, products)
+            for name, (population, index) in places.items():
+                found[name].append(given[population] if index is None else state.neurons[population][index])
+        assert state is not None  # noqa: S101  # at least one step was taken
+        self._check_finite(state)
+        return {name: torch.stack(steps) for name, steps in found.items()}, state
+
+    def check_run(
+        self, x: torch.Tensor | Mapping[str, torch.Tensor], record: Sequence[str] | None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, int | None]]]:
+        """Return x by the inputs' names; and for each name of ``record`` the population and which of its states.
+
+        Raises:
+            InputError: As of ``forward``.
+        """
         sequences = {self.inputs[0]: x} if isinstance(x, torch.Tensor) and len(self.inputs) == 1 else x
         if isinstance(sequences, torch.Tensor) or set(sequences) != set(self.inputs):
             value = "a tensor" if isinstance(sequences, torch.Tensor) else sorted(sequences)
@@ -347,21 +433,12 @@ class Network(nn.Module):
             shapes = {name: list(item.shape) for name, item in sequences.items()}
             rule = "tensors [T, B, n] of one T, at least 1, and one B"
             raise InputError("network", name="x", rule=rule, value=shapes)
-        places = {name: self._place(name) for name in (self.outputs if record is None else record)}
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
-        products = {item.name: item.for_run() for item in self.projections.values() if isinstance(item, Projection)}
-        for step in range(min(lengths)[0]):
-            given, state = self._step({name: value[step] for name, value in sequences.items()}, state, products)
-            for name, (population, index) in places.items():
-                found[name].append(given[population] if index is None else state.neurons[population][index])
-        assert state is not None  # noqa: S101  # at least one step was taken
-        self._check_finite(state)
-        return {name: torch.stack(steps) for name, steps in found.items()}, state
+        return dict(sequences), {name: self._place(name) for name in (self.outputs if record is None else record)}
 
     def _place(self, name: str) -> tuple[str, int | None]:
         """Return which population a name of ``record`` means, and which of its states."""
         population, _, kind = name.partition(".")
-        neuron = self._population(population).neuron if population in self.populations else None
+        neuron = self.population(population).neuron if population in self.populations else None
         states = () if neuron is None else neuron.states
         if population not in self.populations or (kind and kind not in states):
             rule = "names of populations, or population.state"
@@ -369,9 +446,9 @@ class Network(nn.Module):
         return population, states.index(kind) if kind else None
 
     def _check_finite(self, state: NetworkState) -> None:
-        for name in self._order:
+        for name in self.order:
             for kind, value in zip(
-                getattr(self._population(name).neuron, "states", ()), state.neurons.get(name, ()), strict=True
+                getattr(self.population(name).neuron, "states", ()), state.neurons.get(name, ()), strict=True
             ):
                 if not math.isfinite(float(value.detach().sum())) and not bool(torch.isfinite(value).all()):
                     bad = (~torch.isfinite(value)).any(0).sum()

@@ -19,7 +19,7 @@ from q4core import ConfigError, InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ALIF", "IF", "LI", "LIF", "CubaLIF", "Neuron", "Parameter", "Reset"]
+__all__ = ["ALIF", "IF", "LI", "LIF", "CubaLIF", "Neuron", "Parameter", "Reset", "Spiking"]
 
 Parameter = float | torch.Tensor
 """A number, or a float tensor [n] with one for each neuron."""
@@ -118,8 +118,8 @@ class Neuron(nn.Module):
         return ", ".join([*told, f"dt={self.dt:g}"])
 
 
-class _Spiking(Neuron):
-    """A neuron with a threshold."""
+class Spiking(Neuron):
+    """A neuron with a threshold, which gives zeros and ones."""
 
     v_threshold: Parameter
     v_reset: Parameter
@@ -227,7 +227,7 @@ class LI(_Membrane):
         return mem, mem
 
 
-class LIF(_Spiking, _Membrane):
+class LIF(Spiking, _Membrane):
     """Leaky integrate-and-fire neuron; the same numbers as snnTorch's ``Leaky`` with ``reset_delay`` as told here.
 
     Args:
@@ -274,7 +274,7 @@ class LIF(_Spiking, _Membrane):
         return self._fire(mem, lambda before: self._integrate(before, x))
 
 
-class CubaLIF(_Spiking, _Membrane):
+class CubaLIF(Spiking, _Membrane):
     """Current-based LIF neuron: its synaptic current decays too; the same numbers as snnTorch's ``Synaptic``.
 
     Args:
@@ -342,7 +342,7 @@ class CubaLIF(_Spiking, _Membrane):
         return spikes, syn, mem
 
 
-class IF(_Spiking):
+class IF(Spiking):
     """Integrate-and-fire neuron: ``dv/dt = r · i``, without a leak.
 
     Args:
@@ -381,7 +381,7 @@ class IF(_Spiking):
         return self._fire(mem, lambda before: _leaky(before, x, 1.0, gain, 0.0))
 
 
-class ALIF(_Spiking, _Membrane):
+class ALIF(Spiking, _Membrane):
     """Adaptive LIF neuron: each spike raises the threshold by ``adaptation``, which decays with ``tau_adapt``.
 
     Args:

@@ -1,0 +1,289 @@
+"""``Actor`` and ``ActorRef``: what a user writes, what others hold of it, and an actor's life with its restarts."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+
+from q4_actors.errors import ActorDeadError, AskTimeoutError, MailboxFullError
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableSequence
+
+    import torch
+
+    from q4_actors.memory_report import ActorMemory
+    from q4_actors.sharing import SharedWeight
+    from q4_actors.tensor import MutableTensor
+    from q4core import PackedWeight, Q4Linear, SessionConfig
+
+    Report = Callable[..., None]
+    """``report(event, level=…, **fields)``: sends ``q4.actor.<event>``."""
+
+__all__ = [
+    "MAX_RESTARTS",
+    "Actor",
+    "ActorRef",
+    "Life",
+    "RestartLimit",
+    "Spec",
+    "dead_error",
+    "full_error",
+    "late_error",
+]
+
+MAX_RESTARTS = 64
+
+
+class Actor:
+    """One that handles messages, one at a time; subclasses write ``on_receive``.
+
+    Its arguments are what ``spawn`` was given. It is made in its own thread or process, and made anew, with the same
+    arguments, after each failure: what is to outlive one belongs in a shared tensor.
+
+    Attributes:
+        name: As ``spawn`` was told; from ``on_start`` on.
+    """
+
+    name: str
+
+    def on_start(self) -> None:
+        """Begin, before the first message and after each restart."""
+
+    def on_receive(self, message: Any) -> Any:
+        """Handle a message.
+
+        Args:
+            message: What was told or asked.
+
+        Returns:
+            The answer to an ``ask``; dropped after a ``tell``. What is raised goes to whoever asked. After a ``tell``
+            it is a failure: the actor is restarted.
+        """
+        raise NotImplementedError
+
+    def on_stop(self) -> None:
+        """End, after the last message; not called after a failure."""
+
+
+class ActorRef(abc.ABC):
+    """What others hold of an actor. It may be an argument of another actor, and be sent in messages.
+
+    Attributes:
+        name: The actor's.
+    """
+
+    name: str
+
+    @abc.abstractmethod
+    def tell(self, message: Any, *, timeout: float | None = None) -> None:
+        """Send a message and wait for no answer.
+
+        Args:
+            message: Not to be changed afterwards. Processes and Ray get a pickled copy.
+            timeout: Seconds to wait for room in the mailbox, None for no limit, 0 for not at all.
+
+        Raises:
+            MailboxFullError: There was no room in time.
+            ActorDeadError: The actor handles no messages any more.
+            MessageError: It can't be pickled, or there is no room for it.
+        """
+
+    @abc.abstractmethod
+    def ask(self, message: Any, *, timeout: float | None = None) -> Any:
+        """Send a message and return what the actor answers.
+
+        Args:
+            message: As for ``tell``.
+            timeout: Seconds to wait for room and for the answer, None for no limit.
+
+        Raises:
+            AskTimeoutError: There was no answer in time.
+            MailboxFullError, ActorDeadError, MessageError: As ``tell``; ActorDeadError also if it dies meanwhile.
+            ActorError: The actor asks itself.
+            Exception: What the actor raised. It goes on with its next message.
+        """
+
+    @abc.abstractmethod
+    def stop(self, *, timeout: float | None = None) -> None:
+        """Let the actor handle what it was sent so far, and end; an actor that is dead already is let be.
+
+        Args:
+            timeout: Seconds to wait for its end. A process, or an actor of Ray's, is killed then.
+
+        Raises:
+            ActorError: It is a thread, and still handles a message after that time.
+        """
+
+    @abc.abstractmethod
+    def begin_stop(self) -> None:
+        """Take no further messages, and end after those that were sent; don't wait for it."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """End an actor's process as a crash would, at once; supervision restarts it. To test what a crash does.
+
+        Raises:
+            ActorError: It is a thread, or this process did not spawn it.
+        """
+
+    @abc.abstractmethod
+    def memory(self) -> ActorMemory:
+        """Return the memory of the process in which it runs.
+
+        Raises:
+            ActorDeadError: It is dead.
+            ActorError: This process did not spawn it, or the system does not tell (outside Linux).
+        """
+
+    @abc.abstractmethod
+    def is_alive(self) -> bool:
+        """Return whether it handles messages, or will after a restart."""
+
+    def __repr__(self) -> str:
+        """Name and state."""
+        return f"ActorRef({self.name!r}, {'alive' if self.is_alive() else 'dead'})"
+
+
+@attrs.frozen
+class Spec:
+    """What makes an actor, again and again.
+
+    Args:
+        kind: The class.
+        args: Its arguments.
+        named: Its arguments by name.
+        name: The actor's.
+        config: The configuration that was the spawner's, and is the actor's.
+    """
+
+    kind: type[Actor]
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    name: str
+    config: SessionConfig
+
+
+@attrs.frozen
+class Options:
+    """What every actor of a system has: room for messages, and restarts in a window of seconds."""
+
+    mailbox: int
+    restarts: int
+    window: float
+
+
+class Runtime(Protocol):
+    """What runs actors, and holds what they share."""
+
+    def spawn(self, spec: Spec) -> ActorRef:
+        """Start an actor."""
+
+    def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> MutableTensor:
+        """Return a tensor that the actors share."""
+
+    def share(self, what: Q4Linear | PackedWeight, *, canonical: bool) -> SharedWeight:
+        """Return a weight that the actors share."""
+
+    def close(self) -> None:
+        """Let go of what the runtime itself holds."""
+
+
+class RestartLimit:
+    """So many restarts in any window of time.
+
+    Args:
+        window: Seconds.
+        times: When the last ones were, as many as are allowed; minus infinity for none.
+    """
+
+    def __init__(self, window: float, times: MutableSequence[float]) -> None:
+        self._window, self._times = window, times
+
+    def allows(self) -> bool:
+        """Count a restart, or return False where there were too many."""
+        oldest = min(range(len(self._times)), key=self._times.__getitem__, default=None)
+        now = time.monotonic()
+        if oldest is None or now - self._times[oldest] < self._window:
+            return False
+        self._times[oldest] = now
+        return True
+
+
+def dead_error(name: str, why: str) -> ActorDeadError:
+    """Return the error of those who want something of a dead actor."""
+    return ActorDeadError(f"actor {name!r} is dead: {why}", hint="Spawn another one.", actor=name, why=why)
+
+
+def full_error(name: str, limit: int) -> MailboxFullError:
+    """Return the error of those whose message finds no room."""
+    hint = "Wait longer (timeout=), or tell it less at a time."
+    text = f"the mailbox of actor {name!r} is full: {limit} messages wait"
+    return MailboxFullError(text, hint=hint, actor=name, limit=limit)
+
+
+def late_error(name: str, timeout: float | None) -> AskTimeoutError:
+    """Return the error of those who get no answer."""
+    return AskTimeoutError(f"actor {name!r} did not answer within {timeout} s", actor=name)
+
+
+class Life:
+    """An actor at work: the instance, replaced after each failure as long as the limit allows."""
+
+    def __init__(self, spec: Spec, limit: RestartLimit, report: Report) -> None:
+        self._spec, self._limit, self._report = spec, limit, report
+        self._actor = Actor()
+
+    def start(self) -> None:
+        """Make the instance.
+
+        Raises:
+            ActorDeadError: It failed more often than the limit allows.
+        """
+        spec = self._spec
+        while True:
+            try:
+                self._actor = spec.kind(*spec.args, **spec.named)
+                self._actor.name = spec.name
+                self._actor.on_start()
+            except PLUGIN_FAULTS as error:
+                self._fail(error)
+            else:
+                self._report("started", actor=spec.name)
+                return
+
+    def handle(self, message: Any, *, is_asked: bool) -> Any:
+        """Handle a message, and return or raise what answers it.
+
+        Raises:
+            ActorDeadError: Nobody asked, and it failed more often than the limit allows.
+        """
+        try:
+            return self._actor.on_receive(message)
+        except PLUGIN_FAULTS as error:
+            if is_asked:
+                raise
+            self._fail(error)
+        self.start()
+        return None
+
+    def stop(self) -> None:
+        """Say good-bye."""
+        try:
+            self._actor.on_stop()
+        except PLUGIN_FAULTS as error:
+            self._report("failed", level=logging.WARNING, actor=self._spec.name, error=describe_exception(error))
+        self._report("stopped", actor=self._spec.name)
+
+    def _fail(self, error: BaseException) -> None:
+        name, text = self._spec.name, describe_exception(error)
+        self._report("failed", level=logging.WARNING, actor=name, error=text)
+        if not self._limit.allows():
+            self._report("dead", level=logging.ERROR, actor=name, error=text)
+            raise dead_error(name, f"too many failures, the last by {text}") from error
+        self._report("restarted", level=logging.WARNING, actor=name)

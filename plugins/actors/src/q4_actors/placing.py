@@ -1,0 +1,76 @@
+"""``mutable``: from a tensor to shared state, placed where a unified-memory policy wants it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+import q4core as q4
+from q4_actors.arguments import MutableMode, label_of, to_mode
+from q4_actors.tensor import MutableTensor
+from q4core import memory
+from q4core.plugin_api import emit, resolve_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["mutable"]
+
+
+def mutable(  # noqa: PLR0913  # the options of one call
+    tensor: torch.Tensor,
+    *,
+    unified_memory: q4.UnifiedMemoryPolicy | str | None = None,
+    device: torch.device | str | None = None,
+    mode: MutableMode | str | None = None,
+    name: str | None = None,
+    providers: Iterable[q4.MemoryProvider] | None = None,
+    version: int = 0,
+) -> MutableTensor:
+    """Return a ``MutableTensor`` with a copy of a tensor, placed as a unified-memory policy says.
+
+    Where a provider promotes it and can show both sides of its memory, an ``IN_PLACE`` tensor is read and written on
+    either: ``read(device="cpu")``, ``write(device="cuda")``. The tensor's ``placement`` tells what was done, and why.
+
+    Args:
+        tensor: The first content: strided, on CPU or CUDA, of any dtype and shape. It is detached and copied once.
+        unified_memory: What is asked for; unless told, that of ``q4.using``, else of ``Q4_UNIFIED_MEMORY``, else
+            ``DISABLED``.
+        device: Who computes; unless told, that of ``q4.using``, else of ``Q4_DEVICE``, else the tensor's own.
+        mode: How an update and its readers are kept apart; unless told, ``IN_PLACE`` where the tensor was promoted,
+            whose address then stays, and else ``VERSIONED``.
+        name: For messages.
+        providers: Who is asked for managed memory; the installed plugins' unless told.
+        version: The number of the first content.
+
+    Raises:
+        ConfigError: An option is not legal, or the device is not available.
+        UnifiedMemoryError: Required, and no provider can; carries the device attributes.
+        InputError: ``tensor`` is none that can be shared so.
+    """
+    label = label_of(name)
+    wanted: Any = None if mode is None else to_mode(label, mode)
+    if not isinstance(tensor, torch.Tensor):
+        raise q4.InputError(label, name="tensor", rule="a tensor", value=type(tensor).__name__)
+    config = q4.resolve_config(q4.SessionConfig(device=device, unified_memory=unified_memory))
+    target = resolve_device(config, tensor.device)
+    asked = None if providers is None else list(providers)
+    policy = config.unified_memory or q4.UnifiedMemoryPolicy.DISABLED
+    placed, decision = memory.apply_mutable_policy(tensor, policy, device=target, providers=asked)
+    is_promoted = decision.action == "promoted"
+    if not is_promoted and placed.device != target:
+        placed = placed.to(target)
+    if wanted is None:
+        wanted = MutableMode.IN_PLACE if is_promoted else MutableMode.VERSIONED
+    sides = None
+    if is_promoted and wanted is MutableMode.IN_PLACE and target.type == "cuda":
+        some = q4.default_registry().memory_providers() if asked is None else asked
+        owner: Any = next(item for item in some if item.name == decision.provider)
+        view = getattr(owner, "dual_view", None)
+        sides = None if view is None else view(placed)
+    made = MutableTensor(placed, mode=wanted, name=name, copy=False, sides=sides, version=version)
+    made.placement = decision
+    emit("q4.actor.mutable", tensor=name, mode=wanted.value, device=str(made.device), **attrs.asdict(decision))
+    return made

@@ -1,0 +1,453 @@
+"""Actors as processes of a Linux machine: mailboxes are pipes, state is in shared memory, the dead are replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import pickle
+import secrets
+import select
+import signal
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import q4core as q4
+from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error
+from q4_actors.errors import ActorDeadError, ActorError, MessageError
+from q4_actors.mailbox import (
+    ASK,
+    DEAD,
+    ENDING,
+    EVENT,
+    FOLDER,
+    FRAME,
+    LIVE,
+    LOOK_S,
+    STOP,
+    TELL,
+    WELL,
+    WRONG,
+    Frame,
+    Page,
+    Post,
+    dumps,
+)
+from q4_actors.memory_report import memory_of
+from q4_actors.shared import SharedMutableTensor
+from q4_actors.sharing import InSegment, SharedWeight, share_by
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4_actors.actor import Report
+    from q4_actors.memory_report import ActorMemory
+
+__all__ = ["ProcessRef", "Processes", "shared_tensor"]
+
+_EVENTS_ROOM = 64
+_NUMBERS = itertools.count(secrets.randbits(40))
+_HERE = threading.local()
+"""This thread's ``_ReplyBox`` by folder."""
+
+
+class _ReplyBox:
+    """Where answers to one thread arrive."""
+
+    def __init__(self, post: Post) -> None:
+        self._post, self.name = post, f"r{secrets.token_hex(7)}"
+        file = post.make_box(self.name, 16)
+        self._file, self._watch = file, select.poll()
+        self._watch.register(file, select.POLLIN)
+        weakref.finalize(self, _remove_box, file, post.folder / self.name)
+
+    def take(self, seconds: float) -> Frame | None:
+        """Return the next answer, None if the time runs out."""
+        if not self._watch.poll(seconds * 1000):
+            return None
+        return Frame.read(self._post.folder, os.read(self._file, FRAME))
+
+
+def _remove_box(file: int, path: pathlib.Path) -> None:
+    os.close(file)
+    path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _post_of(folder: str, process: int) -> Post:  # noqa: ARG001  # a forked child has its own
+    return Post(pathlib.Path(folder))
+
+
+class ProcessRef(ActorRef):
+    """An actor that is a process, as any process of the system holds it."""
+
+    def __init__(self, post: Post, number: int, name: str, room: int, owner: Processes | None = None) -> None:
+        self._post, self._number, self.name, self._room, self._owner = post, number, name, room, owner
+        self._box, self.page = f"box{number}", Page(post.folder / f"page{number}")
+
+    def tell(self, message: Any, *, timeout: float | None = None) -> None:
+        """Send a message; see ``ActorRef.tell``."""
+        self._send(TELL, self._packed(message), None if timeout is None else time.monotonic() + timeout)
+
+    def ask(self, message: Any, *, timeout: float | None = None) -> Any:
+        """Send a message and return the answer; see ``ActorRef.ask``."""
+        if getattr(_HERE, "actor", None) == (self._post.folder, self._number):
+            raise ActorError(f"actor {self.name!r} asks itself, and would wait for ever", actor=self.name)
+        boxes = vars(_HERE).setdefault("boxes", {})
+        box = boxes.get(self._post.folder) or boxes.setdefault(self._post.folder, _ReplyBox(self._post))
+        number, deadline = next(_NUMBERS), None if timeout is None else time.monotonic() + timeout
+        self._send(ASK, self._packed(message), deadline, number=number, reply=box.name)
+        while True:
+            left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
+            is_dead = self.page.state == DEAD  # looked at before the box: what it answered is there by now
+            answer = box.take(left)
+            if answer is None:
+                if is_dead:
+                    raise dead_error(self.name, self.page.why)
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise late_error(self.name, timeout)
+            else:
+                self._post.forget(answer)
+                if answer.number == number:
+                    break
+        value = pickle.loads(answer.body)  # noqa: S301  # the folder is this user's alone
+        if answer.kind == WELL:
+            return value
+        raise value
+
+    def stop(self, *, timeout: float | None = None) -> None:
+        """End the process; see ``ActorRef.stop``."""
+        self.begin_stop()
+        if getattr(_HERE, "actor", None) == (self._post.folder, self._number):
+            return
+        if self._owner is not None:
+            self._owner.await_end(self._number, timeout)
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.page.state != DEAD:
+            if deadline is not None and time.monotonic() > deadline:
+                raise ActorError(f"actor {self.name!r} still handles a message after {timeout} s", actor=self.name)
+            time.sleep(0.001)
+
+    def begin_stop(self) -> None:
+        """Take no further messages, and end after those that are there."""
+        if self.page.state == LIVE:
+            self.page.end(ENDING)
+            with contextlib.suppress(BrokenPipeError):
+                self._post.send(self._box, STOP, b"")  # wakes it; where the mailbox is full it is awake
+
+    def kill(self) -> None:
+        """Kill the process; see ``ActorRef.kill``."""
+        if self._owner is None:
+            raise ActorError(f"actor {self.name!r} can be killed by the process that spawned it", actor=self.name)
+        self._owner.kill(self._number)
+
+    def is_alive(self) -> bool:
+        """Return whether it takes messages."""
+        return self.page.state == LIVE
+
+    def memory(self) -> ActorMemory:
+        """Return the memory of its process; see ``ActorRef.memory``."""
+        if self._owner is None:
+            raise ActorError(
+                f"the memory of actor {self.name!r} is told by the process that spawned it", actor=self.name
+            )
+        try:
+            return memory_of(self._owner.pid_of(self._number))
+        except OSError as error:
+            raise dead_error(self.name, self.page.why) from error
+
+    def __reduce__(self) -> tuple[Callable[..., ProcessRef], tuple[object, ...]]:
+        """Pickle as a reference to the same actor."""
+        return _attached, (str(self._post.folder), self._number, self.name, self._room)
+
+    def _packed(self, message: Any) -> bytes:
+        return dumps(f"a message to actor {self.name!r}", message)
+
+    def _send(self, kind: int, body: bytes, deadline: float | None, **options: Any) -> None:
+        while True:
+            if self.page.state != LIVE:
+                raise dead_error(self.name, self.page.why)
+            if self._post.send(self._box, kind, body, **options):
+                return
+            left = LOOK_S if deadline is None else deadline - time.monotonic()
+            is_own = getattr(_HERE, "actor", None) == (self._post.folder, self._number)
+            if is_own or left <= 0:  # who waits for itself makes no room
+                raise full_error(self.name, self._room)
+            self._post.await_room(self._box, min(left, LOOK_S))
+
+
+def _attached(folder: str, number: int, name: str, room: int) -> ProcessRef:
+    try:
+        return ProcessRef(_post_of(folder, os.getpid()), number, name, room)
+    except (OSError, ActorError) as error:
+        raise dead_error(name, "its system was stopped") from error
+
+
+# -- in the actor's process
+
+
+def _work(folder: str, number: int, spec: Spec, options: Options, threads: int) -> None:
+    """Be an actor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that spawned it
+    torch.set_num_threads(threads)
+    post = _post_of(folder, os.getpid())
+    threading.Thread(target=_end_with_parent, args=(post,), daemon=True).start()
+    page = Page(post.folder / f"page{number}")
+    _HERE.actor = (post.folder, number)
+
+    def report(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
+        post.send_waiting("events", EVENT, dumps("an event", (event, level, fields)))
+
+    box = os.open(post.folder / f"box{number}", os.O_RDWR | os.O_CLOEXEC)
+    watch = select.poll()
+    watch.register(box, select.POLLIN)
+    with q4.using(spec.config):
+        life = Life(spec, RestartLimit(options.window, page.times[: options.restarts]), report)
+        try:
+            life.start()
+            while True:
+                if not page.current[0]:  # else its forerunner was killed while it handled that
+                    if page.state == ENDING and not watch.poll(0):
+                        break
+                    os.readv(box, [page.current])
+                frame = Frame.read(post.folder, page.current)
+                if frame.kind != STOP:
+                    _handle(life, spec.name, post, frame)
+                page.current[0] = 0
+                post.forget(frame)
+            life.stop()
+            page.end(DEAD)
+        except ActorDeadError as error:
+            page.current[0] = 0
+            page.end(DEAD, error.details["why"])
+
+
+def _handle(life: Life, name: str, post: Post, frame: Frame) -> None:
+    is_asked, label = frame.kind == ASK, f"the answer of actor {name!r}"
+    if not is_asked:
+        life.handle(pickle.loads(frame.body), is_asked=False)  # noqa: S301  # the folder is this user's alone
+        return
+    try:
+        kind, body = WELL, dumps(label, life.handle(pickle.loads(frame.body), is_asked=True))  # noqa: S301  # as above
+    except PLUGIN_FAULTS as error:
+        kind, body = WRONG, _packed_error(label, error)
+    _answer(post, frame, kind, body)
+
+
+def _answer(post: Post, frame: Frame, kind: int, body: bytes) -> None:
+    try:
+        post.send_waiting(frame.reply, kind, body, number=frame.number)
+    except BrokenPipeError:  # whoever asked is gone
+        return
+    except MessageError as error:
+        post.send_waiting(frame.reply, WRONG, pickle.dumps(error), number=frame.number)
+
+
+def _packed_error(label: str, error: BaseException) -> bytes:
+    with contextlib.suppress(*PLUGIN_FAULTS):
+        body = pickle.dumps(error, protocol=5)
+        pickle.loads(body)  # noqa: S301  # some exceptions can't be made again
+        return body
+    return pickle.dumps(MessageError(f"{label} is an error that can't be pickled: {describe_exception(error)}"))
+
+
+def _end_with_parent(post: Post) -> None:
+    """Wait for the end of the process that spawned this one, take away what it left, and end."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        for mark in post.folder.glob("segment-*"):
+            (FOLDER / mark.name.removeprefix("segment-")).unlink(missing_ok=True)
+        post.remove()
+        os._exit(1)
+
+
+# -- in the process that spawns
+
+
+class _Worker:
+    """One actor as its supervisor sees it."""
+
+    def __init__(self, spec: Spec, ref: ProcessRef, box: int) -> None:
+        self.spec, self.ref, self.box = spec, ref, box
+        self.process: Any = None
+        self.ended = threading.Event()
+
+
+class Processes:
+    """The runtime of processes: one each, from a server without threads, and a thread here that replaces the dead."""
+
+    def __init__(self, options: Options, report: Report) -> None:
+        self._options, self._report = options, report
+        self._post = Post()
+        self._events = self._post.make_box("events", _EVENTS_ROOM)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["__main__", "q4_actors.processes"])  # by the server, once
+        self._workers: dict[int, _Worker] = {}
+        self._lock = threading.RLock()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._supervise, name="actor supervisor", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._post.close)
+
+    def spawn(self, spec: Spec) -> ProcessRef:
+        """Start an actor."""
+        with self._lock:
+            number = len(self._workers)
+            box = self._post.make_box(f"box{number}", self._options.mailbox)
+            Page.create(self._post.folder / f"page{number}")
+            worker = _Worker(spec, ProcessRef(self._post, number, spec.name, self._options.mailbox, self), box)
+            try:
+                self._start(worker, number)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                text = f"actor {spec.name!r} can't be sent to a process: {error}"
+                raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
+            self._workers[number] = worker
+        self._wake()
+        return worker.ref
+
+    def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> SharedMutableTensor:
+        """Return a tensor in shared memory; options of ``shared_tensor``."""
+        made = shared_tensor(tensor, name, version, **options)
+        self._note_segment(made.segment)
+        return made
+
+    def share(self, what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool) -> SharedWeight:
+        """Return a weight in shared memory."""
+
+        def make(tensors: list[torch.Tensor]) -> InSegment:
+            made = InSegment(tensors)
+            self._note_segment(made.name)
+            return made
+
+        return share_by(make, what, canonical=canonical)
+
+    def _note_segment(self, name: str) -> None:
+        """Note shared memory whose name goes with this process, however it ends."""
+        (self._post.folder / f"segment-{name}").touch(mode=0o600)
+
+    def await_end(self, number: int, timeout: float | None) -> None:
+        """Wait until an actor's process is gone; kill it if the time runs out."""
+        worker = self._workers[number]
+        if not worker.ended.wait(timeout):
+            self.kill(number)
+            worker.ended.wait()
+
+    def kill(self, number: int) -> None:
+        """Kill an actor's process."""
+        with self._lock:
+            worker = self._workers[number]
+            if not worker.ended.is_set():
+                worker.process.kill()
+
+    def pid_of(self, number: int) -> int:
+        """Return the number of an actor's process; −1 if it has ended."""
+        with self._lock:
+            worker = self._workers[number]
+            return -1 if worker.ended.is_set() else worker.process.pid
+
+    def close(self) -> None:
+        """Let go of the mailboxes, once every actor has ended."""
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+        for worker in self._workers.values():
+            os.close(worker.box)
+        os.close(self._events)
+        self._end()
+
+    def _start(self, worker: _Worker, number: int) -> None:
+        arguments = (str(self._post.folder), number, worker.spec, self._options, torch.get_num_threads())
+        worker.process = self._context.Process(target=_work, args=arguments, name=worker.spec.name, daemon=True)
+        worker.process.start()
+
+    def _wake(self) -> None:
+        self._post.send("events", STOP, b"")  # where the mailbox is full, the supervisor is awake
+
+    def _supervise(self) -> None:
+        """Pass on what actors report, and replace those that were killed."""
+        while not self._is_closing:
+            with self._lock:
+                working = [(number, worker) for number, worker in self._workers.items() if not worker.ended.is_set()]
+                sentinels = {worker.process.sentinel: number for number, worker in working}
+            ready = multiprocessing.connection.wait([self._events, *sentinels])
+            if self._events in ready:
+                self._pass_on(os.read(self._events, FRAME))
+            else:
+                for sentinel in ready:
+                    self._bury(sentinels[sentinel])
+
+    def _pass_on(self, data: bytes) -> None:
+        frame = Frame.read(self._post.folder, data)
+        if frame.kind == EVENT:
+            event, level, fields = pickle.loads(frame.body)  # noqa: S301  # the folder is this user's alone
+            self._post.forget(frame)
+            self._report(event, level=level, **fields)
+
+    def _bury(self, number: int) -> None:
+        """Take note of a process that has ended: a new one takes its place, or nobody does."""
+        worker = self._workers[number]
+        page, name = worker.ref.page, worker.spec.name
+        with self._lock:
+            worker.process.join()
+            error = f"its process ended with exit code {worker.process.exitcode}"
+            if page.state == LIVE:
+                self._report("failed", level=logging.WARNING, actor=name, error=error)
+                limit = RestartLimit(self._options.window, page.times[: self._options.restarts])
+                if limit.allows():
+                    self._report("restarted", level=logging.WARNING, actor=name)
+                    worker.process.close()
+                    try:
+                        self._start(worker, number)
+                    except PLUGIN_FAULTS as fault:
+                        error = f"it can't be restarted: {describe_exception(fault)}"
+                    else:
+                        return
+                page.end(DEAD, f"too many failures, the last: {error}")
+                self._report("dead", level=logging.ERROR, actor=name, error=error)
+            page.end(DEAD)
+            self._drain(worker)
+            worker.process.close()
+            worker.ended.set()
+
+    def _drain(self, worker: _Worker) -> None:
+        """Tell whoever still waits for an answer of a dead actor."""
+        os.set_blocking(worker.box, False)
+        waiting = [bytes(worker.ref.page.current)] if worker.ref.page.current[0] else []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting.append(os.read(worker.box, FRAME))
+        for data in waiting:
+            frame = Frame.read(self._post.folder, data)
+            self._post.forget(frame)
+            if frame.kind == ASK:
+                error = dead_error(worker.spec.name, worker.ref.page.why)
+                with contextlib.suppress(BrokenPipeError):
+                    self._post.send(frame.reply, WRONG, pickle.dumps(error), number=frame.number)
+
+
+def shared_tensor(
+    tensor: torch.Tensor,
+    name: str,
+    version: int,
+    *,
+    unified_memory: q4.UnifiedMemoryPolicy | str | None = None,
+    **options: Any,
+) -> SharedMutableTensor:
+    """Return a tensor in shared memory, unless a policy requires memory that processes can't share."""
+    config = q4.resolve_config(q4.SessionConfig(unified_memory=unified_memory))
+    if config.unified_memory is q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED:
+        text = f"mutable tensor {name!r} can't lie in unified memory: that belongs to one process"
+        raise q4.UnifiedMemoryError(text, hint='Use runtime="threads", or ask for prefer_unified.')
+    return SharedMutableTensor(tensor, name=name, version=version, **options)

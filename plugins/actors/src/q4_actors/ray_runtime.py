@@ -1,0 +1,282 @@
+"""Actors as Ray's actors: Ray places, calls and restarts them, and its object store holds what they share."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+import q4core as q4
+from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error
+from q4_actors.errors import ActorDeadError, ActorError, MessageError
+from q4_actors.memory_report import ActorMemory, memory_of
+from q4_actors.ray_tensor import BORN, Hub, RayTensor
+from q4_actors.sharing import SharedWeight, forms_of, from_flat, share_by, to_flat
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from q4_actors.actor import Report
+
+__all__ = ["RayRef", "RayRuntime"]
+
+_LOOK_S = 0.001
+_LEAST_BYTES = 4096  # Ray aligns buffers from 2048 bytes on
+
+with warnings.catch_warnings():  # torch gives this once: what lies in the store can't be written to, and is not
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+class _Host:
+    """One of Ray's actors, in which an actor lives."""
+
+    def __init__(self, spec: Spec, options: Options, threads: int, hub: Any) -> None:
+        torch.set_num_threads(threads)
+        self._spec, self._hub, self._why = spec, hub, ""
+        self._life = Life(spec, RestartLimit(options.window, [float("-inf")] * options.restarts), self._report)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._report("failed", level=logging.WARNING, actor=spec.name, error="Ray lost its process")
+            self._report("restarted", level=logging.WARNING, actor=spec.name)
+        with q4.using(spec.config):
+            try:
+                self._life.start()
+            except ActorDeadError as error:
+                self._why = error.details["why"]
+
+    def receive(self, message: Any, is_asked: bool) -> Any:  # noqa: FBT001  # Ray's calls
+        """Handle a message."""
+        if self._why:
+            raise dead_error(self._spec.name, self._why)
+        with q4.using(self._spec.config):
+            if is_asked:
+                return self._life.handle(message, is_asked=True)
+            try:
+                self._life.handle(message, is_asked=False)
+            except ActorDeadError as error:
+                self._why = error.details["why"]
+        return None
+
+    def stop(self) -> None:
+        """End, after what was sent before."""
+        if not self._why:
+            self._why = "it was stopped"
+            with q4.using(self._spec.config):
+                self._life.stop()
+
+    def status(self) -> tuple[str, str]:
+        """Return which incarnation this is, and why it takes nothing any more, if so; at any time."""
+        return BORN, self._why
+
+    def memory(self) -> ActorMemory:
+        """Return the memory of this process; at any time."""
+        return memory_of()
+
+    def _report(self, event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
+        self._hub.report.remote((event, level, fields))
+
+
+class RayRef(ActorRef):
+    """An actor that Ray runs, as any process of the cluster holds it."""
+
+    def __init__(self, name: str, handle: Any, room: int, birthplace: str) -> None:
+        self.name, self._handle, self._room, self._birthplace = name, handle, room, birthplace
+        self._why = ""
+
+    def tell(self, message: Any, *, timeout: float | None = None) -> None:
+        """Send a message; see ``ActorRef.tell``."""
+        self._send(message, timeout, is_asked=False)
+
+    def ask(self, message: Any, *, timeout: float | None = None) -> Any:
+        """Send a message and return the answer; see ``ActorRef.ask``."""
+        started = time.monotonic()
+        if ray.get_runtime_context().get_actor_id() == self._handle._actor_id.hex():  # noqa: SLF001  # Ray tells it nowhere else
+            raise ActorError(f"actor {self.name!r} asks itself, and would wait for ever", actor=self.name)
+        reply = self._send(message, timeout, is_asked=True)
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+        try:
+            return ray.get(reply, timeout=left)
+        except ray.exceptions.GetTimeoutError:
+            raise late_error(self.name, timeout) from None
+        except ray.exceptions.RayTaskError as error:
+            raise _cause_of(self.name, error) from None
+        except ray.exceptions.RayError as error:
+            raise self._dead(error) from error
+
+    def stop(self, *, timeout: float | None = None) -> None:
+        """End it; see ``ActorRef.stop``."""
+        if self._birthplace != _here():
+            self.begin_stop()
+            return
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(self._handle.stop.remote(), timeout=timeout)
+        self._why = self._why or "it was stopped"
+        ray.kill(self._handle)
+
+    def begin_stop(self) -> None:
+        """Take no further messages of this process, and end after those that are there."""
+        self._why = self._why or "it was stopped"
+        with contextlib.suppress(ray.exceptions.RayError):
+            self._handle.stop.remote()
+
+    def kill(self) -> None:
+        """Kill its process, which Ray replaces; see ``ActorRef.kill``."""
+        ray.kill(self._handle, no_restart=False)
+
+    def memory(self) -> ActorMemory:
+        """Return the memory of its process, on its node; see ``ActorRef.memory``."""
+        return self._get(self._handle.memory.remote())  # type: ignore[no-any-return]  # Ray's
+
+    def is_alive(self) -> bool:
+        """Return whether it takes messages, or will after a restart."""
+        if self._why:
+            return False
+        with contextlib.suppress(ActorDeadError):
+            return not self._get(self._handle.status.remote())[1]
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Send as Ray's handle."""
+        return {**vars(self), "_why": ""}
+
+    def _get(self, answer: Any) -> Any:
+        try:
+            return ray.get(answer)
+        except ray.exceptions.RayError as error:
+            raise self._dead(error) from error
+
+    def _send(self, message: Any, timeout: float | None, *, is_asked: bool) -> Any:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if self._why:
+                raise dead_error(self.name, self._why)
+            try:
+                return self._handle.receive.remote(message, is_asked)
+            except ray.exceptions.PendingCallsLimitExceeded:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise full_error(self.name, self._room) from None
+                time.sleep(_LOOK_S)
+            except ray.exceptions.ObjectStoreFullError as error:
+                text = f"a message to actor {self.name!r} can't be sent: the object store is full"
+                raise MessageError(text, hint="Share a weight or a tensor, or give Ray more memory.") from error
+            except ray.exceptions.RayActorError as error:
+                raise self._dead(error) from error
+            except (TypeError, AttributeError) as error:
+                text = f"a message to actor {self.name!r} can't be pickled: {type(message).__name__}"
+                raise MessageError(text, hint="Send plain data, tensors, references and shared tensors.") from error
+
+    def _dead(self, error: BaseException) -> ActorDeadError:
+        """Return the error of an actor that Ray has given up, or whose node is lost."""
+        return dead_error(self.name, f"Ray says: {type(error).__name__}: {' '.join(str(error).split())[:600]}")
+
+
+class InStore:
+    """Tensors in Ray's object store: each node has one copy."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._forms, total = forms_of(tensors)
+        flat = torch.zeros(max(total, _LEAST_BYTES), dtype=torch.uint8, device="cpu")
+        to_flat(tensors, flat)
+        try:
+            self._ref: Any = ray.put(flat.numpy())
+        except ray.exceptions.ObjectStoreFullError as error:
+            node = ray.get_runtime_context().get_node_id()
+            raise ActorError(f"the object store of node {node} has no room for {total} bytes") from error
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return them, over the store's memory."""
+        if self._ref is None:
+            raise q4.LifecycleError("the shared weight is closed")
+        return from_flat(torch.from_numpy(ray.get(self._ref)), self._forms)
+
+    def close(self) -> None:
+        """Drop this process's reference."""
+        self._ref = None
+
+
+class RayRuntime:
+    """The runtime of Ray: joins the cluster that ``ray.init`` joined, or starts one on this machine.
+
+    Args:
+        options: For each actor.
+        report: Where events go.
+        ray_options: For Ray's ``options`` of each actor: resources, a placement group.
+    """
+
+    def __init__(self, options: Options, report: Report, ray_options: Mapping[str, Any]) -> None:
+        self._options, self._report, self._ray_options = options, report, dict(ray_options)
+        self._is_own = not ray.is_initialized()
+        if self._is_own:
+            ray.init(include_dashboard=False, log_to_driver=False)
+        self._hub: Any = ray.remote(num_cpus=0)(Hub).remote()
+        self._handles: list[Any] = [self._hub]
+        self._thread = threading.Thread(target=self._pass_on, name="actor events", daemon=True)
+        self._thread.start()
+
+    def spawn(self, spec: Spec) -> RayRef:
+        """Start an actor."""
+        options = {
+            "max_restarts": self._options.restarts,
+            "max_task_retries": -1,
+            "max_pending_calls": self._options.mailbox,
+            "scheduling_strategy": "SPREAD",
+            **self._ray_options,
+        }
+        try:
+            handle = _host().options(**options).remote(spec, self._options, torch.get_num_threads(), self._hub)
+        except (TypeError, AttributeError, q4.Q4Error) as error:
+            text = f"actor {spec.name!r} can't be sent to a process: {describe_exception(error)}"
+            raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
+        self._handles.append(handle)
+        return RayRef(spec.name, handle, self._options.mailbox, _here())
+
+    def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> RayTensor:
+        """Return a tensor that one of Ray's actors keeps, and its object store hands out."""
+        return RayTensor.create(self._hub, tensor, name, version, **options)
+
+    @staticmethod
+    def share(what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool) -> SharedWeight:
+        """Return a weight in the object store."""
+        return share_by(InStore, what, canonical=canonical)
+
+    def close(self) -> None:
+        """End what the runtime started."""
+        for handle in self._handles:
+            with contextlib.suppress(*PLUGIN_FAULTS):
+                ray.kill(handle)
+        self._thread.join(1.0)
+        if self._is_own:
+            ray.shutdown()
+
+    def _pass_on(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # it was killed: the end
+            while True:
+                for event, level, fields in ray.get(self._hub.events.remote()):
+                    self._report(event, level=level, **fields)
+
+
+def _host() -> Any:
+    """Return the class of Ray's actors, with calls that don't wait for messages."""
+    for name in ("status", "memory"):
+        setattr(_Host, name, ray.method(concurrency_group="control")(getattr(_Host, name)))
+    return ray.remote(concurrency_groups={"control": 1})(_Host)
+
+
+def _here() -> str:
+    """Return which process of the cluster this is."""
+    return str(ray.get_runtime_context().get_worker_id())
+
+
+def _cause_of(name: str, error: Any) -> BaseException:
+    """Return what the actor raised."""
+    cause = error.cause
+    if isinstance(cause, BaseException):
+        return cause
+    return MessageError(f"the answer of actor {name!r} can't be pickled: {error}")

@@ -1,0 +1,345 @@
+"""``RayTensor``: the contract of ``MutableTensor`` over a Ray cluster, for ``VERSIONED`` state.
+
+One of Ray's actors keeps the newest versions in the object store, and says whose turn it is to write. Readers
+get the store's own memory; a writer changes a copy, which is sent when its block ends well. Whoever has the turn is
+asked whether it still lives when somebody else wants it: a process that was lost holds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+import q4core as q4
+from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
+from q4_actors.snapshot import MutableStats, Snapshot
+from q4_actors.tensor import MutableTensor
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+__all__ = ["BORN", "Hub", "RayTensor"]
+
+BORN = secrets.token_hex(8)
+"""Which incarnation of its actor this process is."""
+_LOOK_S = 0.2
+"""How often the holder of a turn is asked whether it lives, while others wait for it."""
+_Holder = tuple[Any, str, str]
+"""Ray's handle of a writer, None for the process that spawns; which incarnation; and which of its blocks."""
+
+
+class _State:
+    """One tensor: its newest version, and the turn."""
+
+    def __init__(self, content: Any, version: int) -> None:
+        self.content, self.version = ray.put(content), version
+        self.holder: _Holder | None = None
+        self.moved = asyncio.Condition()
+
+
+class Hub:
+    """One of Ray's actors for each system: the newest version of each tensor, whose turn it is, and what is reported."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, _State] = {}
+        self._events: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def report(self, event: Any) -> None:
+        """Keep an event until it is taken."""
+        await self._events.put(event)
+
+    async def events(self) -> list[Any]:
+        """Return the events that there are, as soon as there is one."""
+        found = [await self._events.get()]
+        while not self._events.empty():
+            found.append(self._events.get_nowait())
+        return found
+
+    async def add(self, name: str, content: Any, version: int) -> None:
+        """Keep a tensor."""
+        self._states[name] = _State(content, version)
+
+    async def newest(self, name: str) -> tuple[list[Any], int]:
+        """Return the newest content, boxed so that it is not fetched, and its version."""
+        state = self._states[name]
+        return [state.content], state.version
+
+    async def version(self, name: str) -> int:
+        """Return the newest version."""
+        return self._states[name].version
+
+    async def wait(self, name: str, version: int, seconds: float | None) -> bool:
+        """Wait for a version."""
+        state = self._states[name]
+        async with state.moved:
+            try:
+                await asyncio.wait_for(state.moved.wait_for(lambda: state.version >= version), seconds)
+            except asyncio.TimeoutError:
+                return False
+        return True
+
+    async def begin(self, name: str, holder: _Holder, seconds: float | None) -> bool:
+        """Take the turn; False if the time ran out."""
+        state, deadline = self._states[name], None if seconds is None else time.monotonic() + seconds
+        while state.holder is not None and state.holder[1:] != holder[1:]:
+            known = state.holder
+            if not await _lives(known):
+                if state.holder is known:
+                    state.holder = None
+                continue
+            left = _LOOK_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            async with state.moved:
+                try:
+                    await asyncio.wait_for(state.moved.wait(), min(left, _LOOK_S))
+                except asyncio.TimeoutError:
+                    continue
+        state.holder = holder
+        return True
+
+    async def end(self, name: str, holder: _Holder, content: Any) -> int:
+        """Give the turn back, with a new content or None; return the version, −1 if the turn was lost."""
+        state = self._states[name]
+        if state.holder is None or state.holder[1:] != holder[1:]:
+            return -1
+        if content is not None:
+            state.content, state.version = ray.put(content), state.version + 1
+        state.holder = None
+        async with state.moved:
+            state.moved.notify_all()
+        return state.version
+
+
+async def _lives(holder: _Holder) -> bool:
+    """Return whether a writer is the incarnation that took the turn."""
+    handle, born, _ = holder
+    if handle is None:
+        return True
+    try:
+        return bool((await handle.status.remote())[0] == born)
+    except ray.exceptions.RayError:
+        return False
+
+
+def _sent(tensor: torch.Tensor) -> Any:
+    """Return a tensor as NumPy's bytes, which Ray stores as they are."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+class RayTensor(MutableTensor):
+    """A mutable tensor that the actors of a Ray cluster share. It is made by ``ActorSystem.mutable``.
+
+    It is ``VERSIONED``. A read is two calls, and no copy on a node that has the version; an update copies three times.
+    A system's tensors are lost with the node of their hub: resume from a checkpoint.
+    """
+
+    def __init__(self, hub: Any, name: str, form: tuple[torch.dtype, tuple[int, ...]]) -> None:
+        self._hub, self._name, self._form, self._is_closed = hub, name, form, False
+
+    @classmethod
+    def create(  # noqa: PLR0913  # the options of one call
+        cls,
+        hub: Any,
+        tensor: torch.Tensor,
+        name: str,
+        version: int,
+        *,
+        mode: MutableMode | str = MutableMode.VERSIONED,
+        unified_memory: q4.UnifiedMemoryPolicy | str | None = None,
+    ) -> RayTensor:
+        """Make one, which a hub keeps."""
+        label = label_of(name)
+        if to_mode(label, mode) is not MutableMode.VERSIONED:
+            raise q4.ConfigError(label, name="mode", rule="'versioned' on Ray", value=mode)
+        config = q4.resolve_config(q4.SessionConfig(unified_memory=unified_memory))
+        if config.unified_memory is q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED:
+            text = f"{label} can't lie in unified memory: that belongs to one process"
+            raise q4.UnifiedMemoryError(text, hint='Use runtime="threads", or ask for prefer_unified.')
+        check_content(label, tensor, copy=True)
+        if tensor.device.type != "cpu":
+            raise q4.InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
+        ray.get(hub.add.remote(name, _sent(tensor), version))
+        return cls(hub, name, (tensor.dtype, tuple(tensor.shape)))
+
+    @property
+    def mode(self) -> MutableMode:
+        """``VERSIONED``."""
+        return MutableMode.VERSIONED
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape, which never changes."""
+        return torch.Size(self._form[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype, which never changes."""
+        return self._form[0]
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def version(self) -> int:
+        """The number of the newest version.
+
+        Raises:
+            LifecycleError: It is closed, or the hub's node is lost.
+        """
+        return int(self.call("version"))
+
+    @property
+    def is_poisoned(self) -> bool:
+        """False: a writer that fails changes nothing."""
+        return False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed in this process."""
+        return self._is_closed
+
+    def stats(self) -> MutableStats:
+        """Refuse: Ray's dashboard counts.
+
+        Raises:
+            LifecycleError: Always.
+        """
+        raise q4.LifecycleError(f"{label_of(self._name)} keeps no counts; Ray's dashboard does")
+
+    def read(self, *, timeout: float | None = None, device: str | None = None) -> Any:
+        """Return a block that gives ``tensor`` and ``version``; see ``MutableTensor.read``. It never waits."""
+        self._check_options(timeout, device)
+        return _Read(self)
+
+    def snapshot(self, *, timeout: float | None = None) -> Snapshot:
+        """Return an own copy of one whole version."""
+        with self.read(timeout=timeout) as view:
+            return Snapshot(view.tensor.clone(), view.version)
+
+    def wait(self, version: int, timeout: float | None = None) -> bool:
+        """Wait until the version is at least ``version``; see ``MutableTensor.wait``."""
+        label = label_of(self._name)
+        check_version(label, version)
+        return bool(self.call("wait", version, None if timeout is None else to_seconds(label, timeout)))
+
+    def write(self, *, wait: bool = False, timeout: float | None = None, device: str | None = None) -> Any:
+        """Return a block that gives the tensor to change; see ``MutableTensor.write``."""
+        self._check_options(timeout, device)
+        return _Write(self, timeout if wait else 0.0)
+
+    def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
+        """Make a copy of ``tensor`` the next version; see ``MutableTensor.replace``."""
+        source = self._fitting("replace", tensor)
+        with self.write(wait=wait, timeout=timeout) as content:
+            content.copy_(source)
+
+    def reset(self, tensor: torch.Tensor | None = None, *, timeout: float | None = None) -> None:  # noqa: ARG002  # the contract's
+        """Refuse: it is never poisoned.
+
+        Raises:
+            LifecycleError: Always.
+        """
+        raise q4.LifecycleError(f"{label_of(self._name)} is not poisoned")
+
+    def close(self) -> None:
+        """Let go of it in this process; the system that made it ends it for all."""
+        self._is_closed = True
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call the hub.
+
+        Raises:
+            LifecycleError: It is closed, or the hub's node is lost.
+        """
+        if self._is_closed:
+            raise q4.LifecycleError(f"{label_of(self._name)} is closed")
+        try:
+            return ray.get(getattr(self._hub, method).remote(self._name, *arguments))
+        except ray.exceptions.RayActorError as error:
+            text = f"{label_of(self._name)} is lost: its system was stopped, or its node failed"
+            raise q4.LifecycleError(text, hint="Resume from a checkpoint.") from error
+
+    def content(self) -> tuple[torch.Tensor, int]:
+        """Return the newest version, in the store's memory, and its number."""
+        (boxed,), version = self.call("newest")
+        dtype, shape = self._form
+        array = ray.get(boxed)
+        if not array.size:
+            return torch.empty(shape, dtype=dtype, device="cpu"), version
+        return torch.from_numpy(array).view(dtype).view(shape), version
+
+    def _check_options(self, timeout: float | None, device: str | None) -> None:
+        label = label_of(self._name)
+        if timeout is not None:
+            to_seconds(label, timeout)
+        if device not in {None, "cpu"}:
+            raise q4.ConfigError(label, name="device", rule="'cpu' on Ray", value=device)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Send as a handle of the same tensor."""
+        return type(self), (self._hub, self._name, self._form)
+
+    def __repr__(self) -> str:
+        """Name, form and state."""
+        dtype, shape = self._form
+        return f"RayTensor({self._name!r}, {dtype} {list(shape)}{', closed' if self._is_closed else ''})"
+
+
+class _Read:
+    """A ``read()`` block."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def __init__(self, owner: RayTensor) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> Self:
+        """Fetch the newest version."""
+        self.tensor, self.version = self._owner.content()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let it go."""
+        del self.tensor
+
+
+class _Write:
+    """A ``write()`` block."""
+
+    _work: torch.Tensor
+
+    def __init__(self, owner: RayTensor, seconds: float | None) -> None:
+        self._owner, self._seconds = owner, seconds
+        context = ray.get_runtime_context()
+        is_actor = context.get_actor_id() is not None
+        handle = context.current_actor if is_actor else None
+        self._holder = (handle, BORN if is_actor else "", secrets.token_hex(8))
+
+    def __enter__(self) -> torch.Tensor:
+        """Take the turn, and give a copy of the newest version."""
+        if not self._owner.call("begin", self._holder, self._seconds):
+            text = f"{label_of(self._owner.name)} is being written by another actor"
+            raise q4.WriteConflictError(text, hint="Use write(wait=True) or retry.")
+        content, _ = self._owner.content()
+        self._work = content.clone()
+        return self._work.view_as(self._work)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Publish the copy, unless the block failed."""
+        if self._owner.call("end", self._holder, None if kind is not None else _sent(self._work)) < 0 and kind is None:
+            raise q4.LifecycleError(f"an update of {label_of(self._owner.name)} lost its turn, and is dropped")

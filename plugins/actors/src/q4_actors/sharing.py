@@ -1,0 +1,207 @@
+"""``SharedWeight``: a prepared 4-bit weight that actors use where it lies, without a copy of their own."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+
+import q4core as q4
+from q4_actors.arguments import MutableMode
+from q4_actors.segment import Form, Segment
+from q4core.plugin_api import emit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["Held", "InSegment", "SharedWeight", "forms_of", "from_flat", "share", "share_by", "to_flat"]
+
+_ALIGNMENT = 64  # what adopting a prepared layer asks for
+
+
+class Tensors(Protocol):
+    """Where the tensors of a shared weight are."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return them as they lie, not to be written to."""
+
+    def close(self) -> None:
+        """Let them go."""
+
+
+class SharedWeight:
+    """A prepared weight, to be given to actors as an argument or in a message.
+
+    What its layers compute with is one memory for all: no actor may write to it. Keep the maker's until the others have
+    their layers; the system's are closed with it.
+
+    Attributes:
+        name: The layer's, for messages.
+        nbytes: Bytes that are shared.
+    """
+
+    def __init__(  # made here alone
+        self,
+        header: dict[str, Any],
+        spec: str | None,
+        has_bias: bool,  # noqa: FBT001  # as all of them
+        where: Tensors,
+        nbytes: int,
+    ) -> None:
+        self._header, self._spec, self._has_bias, self._where = header, spec, has_bias, where
+        self.name, self.nbytes = header["name"], nbytes
+
+    def layer(self, session: q4.Session | None = None, *, name: str | None = None) -> q4.Q4Linear:
+        """Return a layer over the shared memory, in this process.
+
+        Where another backend, version or instruction set serves here, the weight is prepared anew from its canonical
+        form, into memory of this process: the event ``q4.actor.prepared`` tells so, and why.
+
+        Args:
+            session: Whose layer it becomes; the default session unless told.
+            name: For messages and reports; the shared one's unless told.
+
+        Raises:
+            LifecycleError: The memory is gone; or the weight can't be taken up here, and was shared without its
+                canonical form.
+        """
+        found = self._where.tensors()
+        count = len(self._header["tensors"])
+        prepared, bias, rest = found[:count], None, found[count:]
+        if self._has_bias:
+            bias, *rest = rest
+        try:
+            return q4.adopt_prepared(self._header, prepared, session, bias=bias, name=name)
+        except q4.LifecycleError as error:
+            if self._spec is None:
+                raise
+            emit("q4.actor.prepared", level=logging.WARNING, layer=name or self.name, why=error.what)
+        spec = q4.WeightSpec.from_json(self._spec, formats=q4.default_registry().formats().values())
+        owner = q4.default_session() if session is None else session
+        return owner.linear(spec.build(rest, name=name or self.name), bias, name=name)
+
+    def close(self) -> None:
+        """Let the memory go; layers that were made keep it. Closing twice is allowed."""
+        self._where.close()
+
+
+class Held:
+    """Tensors of this process, for its threads."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return them."""
+        if not self._tensors:
+            raise q4.LifecycleError("the shared weight is closed")
+        return self._tensors
+
+    def close(self) -> None:
+        """Drop them."""
+        self._tensors = []
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled, which would copy them."""
+        hint = "Share it by the system whose actors use it: system.share(layer)."
+        raise q4.LifecycleError("the weight is shared between threads, and can't be sent to a process", hint=hint)
+
+
+class InSegment:
+    """Tensors in shared memory, for the processes of a Linux machine."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._forms, total = forms_of(tensors)
+        self._made: Segment | None = Segment.create(
+            "shared weight",
+            Form(MutableMode.IN_PLACE, torch.uint8, (total,), 1),
+            torch.zeros((), dtype=torch.uint8, device="cpu").expand(total),
+        )
+        self.name = self._made.name
+        to_flat(tensors, self._made.slots[0])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return them, over this process's mapping."""
+        segment = self._made or _attached(self.name, os.getpid())
+        if not segment.slots:
+            raise q4.LifecycleError("the shared weight is closed")
+        return from_flat(segment.slots[0], self._forms)
+
+    def close(self) -> None:
+        """Take the name away, if this process made it."""
+        if self._made is not None:
+            self._made.close()
+            self._made.let_go()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle by name."""
+        return {"_forms": self._forms, "_made": None, "name": self.name}
+
+
+@functools.lru_cache(maxsize=1024)
+def _attached(name: str, process: int) -> Segment:  # noqa: ARG001  # a forked child has its own
+    return Segment.attach("shared weight", name)
+
+
+def forms_of(tensors: Iterable[torch.Tensor]) -> tuple[list[tuple[int, torch.dtype, tuple[int, ...]]], int]:
+    """Return where each tensor lies in one piece of memory, and how large that is."""
+    forms, end = [], 0
+    for tensor in tensors:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        forms.append((start, tensor.dtype, tuple(tensor.shape)))
+        end = start + tensor.nbytes
+    return forms, end
+
+
+def to_flat(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Copy tensors into one of bytes."""
+    for tensor, (start, _, _) in zip(tensors, forms_of(tensors)[0], strict=True):
+        flat[start : start + tensor.nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+
+
+def from_flat(flat: torch.Tensor, forms: Iterable[tuple[int, torch.dtype, tuple[int, ...]]]) -> list[torch.Tensor]:
+    """Return views of one tensor of bytes."""
+    return [
+        flat[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+        for start, dtype, shape in forms
+    ]
+
+
+def share_by(
+    make: Callable[[list[torch.Tensor]], Tensors], what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool
+) -> SharedWeight:
+    """Return a weight whose tensors ``make`` puts somewhere; see ``share``."""
+    if isinstance(what, q4.PackedWeight):
+        with q4.Session() as session:
+            return share_by(make, session.linear(what), canonical=canonical)
+    given: object = what
+    if not isinstance(given, q4.Q4Linear):
+        value = type(given).__name__
+        raise q4.InputError("share", name="what", rule="a Q4Linear or a PackedWeight", value=value)
+    header, prepared = q4.export_prepared(what)
+    bias = [] if what.bias is None else [what.bias.detach()]
+    weight = what.packed_weight() if canonical else None
+    source = [] if weight is None else [tensor for _, tensor in weight.tensors()]
+    tensors = [*prepared, *bias, *source]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        hint = "A GPU's memory belongs to one process; share between threads there."
+        raise q4.InputError(f"share {what.name!r}", name="device", rule="the CPU", value=str(what.device), hint=hint)
+    spec = None if weight is None else q4.WeightSpec.of(weight).to_json()
+    return SharedWeight(header, spec, bool(bias), make(tensors), sum(tensor.nbytes for tensor in tensors))
+
+
+def share(what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool = True) -> SharedWeight:
+    """Return a weight in shared memory, for processes of this machine (Linux). ``ActorSystem.share`` knows the runtime.
+
+    Args:
+        what: A prepared layer, with its bias; or a weight, which is prepared first, in a session of its own.
+        canonical: Whether the canonical form is shared as well, for processes in which another backend serves.
+
+    Raises:
+        InputError: It is no layer and no weight, or not on the CPU; or there is too little shared memory.
+        LifecycleError: Its backend can't export what it prepared.
+    """
+    return share_by(InSegment, what, canonical=canonical)

@@ -1,0 +1,127 @@
+"""Actors for the tests, where every process can import them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import q4core as q4
+from q4_actors import Actor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from q4_actors import ActorRef, MutableTensor
+
+
+class Echo(Actor):
+    """Answers what it is asked, and counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_receive(self, message: Any) -> Any:
+        """Answer, or do what the message says."""
+        self.count += 1
+        facts: dict[str, Any] = {
+            "count": self.count,
+            "name": self.name,
+            "lambda": lambda: None,
+            "config": q4.resolve_config().activation_precision,
+            "threads": torch.get_num_threads(),
+            "pid": os.getpid(),
+        }
+        match message:
+            case ("raise", text):
+                raise ValueError(text)
+            case ("exit", code):
+                raise SystemExit(code)
+            case ("sleep", seconds):
+                time.sleep(seconds)
+        return facts.get(message, message) if isinstance(message, str) else message
+
+
+class Starting(Actor):
+    """Fails while it starts, unless a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            path.touch()
+            raise OSError("not there yet")
+
+    def on_receive(self, message: Any) -> Any:
+        """Answer."""
+        return message
+
+
+class Friend(Actor):
+    """Asks others."""
+
+    def __init__(self, other: ActorRef | None = None) -> None:
+        self.other = other
+
+    def on_receive(self, message: Any) -> Any:
+        """Ask the one that it has, or the one that comes with the message."""
+        if isinstance(message, tuple):
+            other, question = message
+            return other.ask(question, timeout=20.0)
+        assert self.other is not None
+        return self.other.ask(message, timeout=20.0)
+
+
+class Unsendable(Actor):
+    """Raises errors that can't be pickled."""
+
+    def on_receive(self, message: Any) -> Any:
+        """Raise one."""
+        raise Odd(threading.Lock())
+
+
+class Odd(Exception):  # noqa: N818  # a test's own
+    """Holds what can't be pickled."""
+
+
+class Stepper(Actor):
+    """Computes a state from its own and its neighbours', step by step; the version of its state is its clock."""
+
+    def __init__(self, own: MutableTensor, other: MutableTensor, fatal: tuple[int, ...] = (), dies: Any = None) -> None:
+        self.own, self.other, self.fatal, self.dies = own, other, fatal, dies
+
+    def on_receive(self, step: int) -> int:
+        """Do a step, unless it is done."""
+        if self.own.version >= step:
+            return self.own.version
+        with self.other.read() as seen:
+            message = seen.tensor.clone()
+        with self.own.write(wait=True) as state:
+            state.mul_(0.9).add_(message.roll(1), alpha=0.3).add_(step * 0.01)
+            if self.dies is not None and step in self.fatal:
+                with self.dies.write(wait=True) as told:
+                    is_first = not told[step]
+                    told[step] = 1
+                if is_first:
+                    os.kill(os.getpid(), signal.SIGKILL)  # in the middle of its update
+        return step
+
+
+class Layered(Actor):
+    """Computes with a shared weight."""
+
+    def __init__(self, weight: Any) -> None:
+        self.layer = weight.layer()
+
+    def on_receive(self, message: Any) -> Any:
+        """Return a product, or where the layer's buffers lie."""
+        if message == "buffers":
+            lines = open("/proc/self/smaps", encoding="utf-8").read()  # noqa: SIM115, PTH123  # short
+            return "q4core-" in lines
+        if isinstance(message, tuple):
+            _, weight, x = message
+            self.layer = weight.layer()
+            return self.layer(x)
+        return self.layer(message)

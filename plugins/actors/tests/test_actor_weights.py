@@ -1,0 +1,129 @@
+"""Tests of weights that actors share, and of the memory that they have."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from acting import Layered
+
+import q4core as q4
+from q4_actors import ActorSystem, share
+from q4core.diagnostics import events as diagnostics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are for Linux")
+
+
+@pytest.fixture(scope="module")
+def layer() -> q4.Q4Linear:
+    """Return a prepared layer with a bias."""
+    torch.manual_seed(0)
+    weight = q4.quantize(torch.randn(512, 1024), "nf4")
+    return q4.Session(q4.SessionConfig(device="cpu")).linear(weight, torch.randn(512), name="shared")
+
+
+@pytest.fixture
+def prepared() -> Iterator[list[dict[str, Any]]]:
+    """Return what events tell of weights that were prepared anew."""
+    found: list[dict[str, Any]] = []
+
+    def hear(event: str, fields: dict[str, Any]) -> None:
+        if event == "q4.actor.prepared":
+            found.append(fields)
+
+    diagnostics.observe(hear)
+    yield found
+    diagnostics.unobserve(hear)
+
+
+@pytest.mark.parametrize("runtime", ["threads", "processes"])
+def test_actors_compute_with_one_weight(runtime: str, layer: q4.Q4Linear) -> None:
+    """Actors give the layer's own bits, over memory that all of them map."""
+    x = torch.randn(3, 1024)
+    with ActorSystem(runtime) as system:
+        weight = system.share(layer)
+        refs = [system.spawn(Layered, weight, name=f"a{index}") for index in range(3)]
+        assert all(torch.equal(ref.ask(x, timeout=60.0), layer(x)) for ref in refs)
+        report = system.memory_report()
+        assert len({one.pid for one in report.values()}) == (1 if runtime == "threads" else 3)
+        assert all(one.private_bytes > 0 and one.shared_bytes > 0 for one in report.values())
+        if runtime == "processes":
+            assert all(ref.ask("buffers", timeout=20.0) for ref in refs)
+            refs[0].stop()
+            assert set(system.memory_report()) == {"a1", "a2"}
+    with pytest.raises(q4.LifecycleError, match=r"closed|vanished"):
+        weight.layer()
+
+
+def test_actors_share_a_large_weight() -> None:
+    """Actors that have used a weight of 75 MB have grown by less than 5 % of a copy each."""
+    torch.manual_seed(0)
+    blocks = q4.quantize(torch.randn(4096, 1024), "nf4")
+    large = q4.Session(q4.SessionConfig(device="cpu")).linear(q4.cat([blocks] * 32), name="large")
+    x = torch.randn(1, 1024)
+    with ActorSystem("processes") as system:
+        weight = system.share(large, canonical=False)
+        small = system.share(q4.quantize(torch.randn(64, 64), "nf4"))
+        refs = [system.spawn(Layered, small, name=f"a{index}") for index in range(4)]
+        for ref in refs:
+            ref.ask(torch.randn(1, 64), timeout=60.0)
+        before = system.memory_report()
+        for ref in refs:
+            ref.ask(("take", weight, x), timeout=60.0)
+        after = system.memory_report()
+        grown = sum(after[name].private_bytes - before[name].private_bytes for name in after)
+        assert grown < 0.05 * len(refs) * weight.nbytes
+        assert all(after[name].shared_bytes - before[name].shared_bytes > 0.9 * weight.nbytes for name in after)
+
+
+def test_other_backend_prepares_anew(layer: q4.Q4Linear, prepared: list[dict[str, Any]]) -> None:
+    """Where another backend serves, the weight is prepared from its canonical form, and an event says why."""
+    x = torch.randn(3, 1024)
+    weight = share(layer)
+    with q4.Session(q4.SessionConfig(compute_path="dequant_matmul_only")) as session:
+        other = weight.layer(session, name="other")
+        assert torch.allclose(other(x), layer(x), rtol=0.05, atol=0.5)
+        assert prepared[0]["layer"] == "other"
+        assert "can't be taken up here" in prepared[0]["why"]
+        lone = share(layer, canonical=False)
+        with pytest.raises(q4.LifecycleError, match="can't be taken up here"):
+            lone.layer(session)
+        lone.close()
+    weight.close()
+
+
+def test_weight_without_a_layer() -> None:
+    """A packed weight is prepared before it is shared."""
+    packed = q4.quantize(torch.randn(64, 128), "nf4")
+    weight, x = share(packed), torch.randn(2, 128)
+    with q4.Session() as session:
+        assert torch.equal(weight.layer()(x), session.linear(packed)(x))
+    weight.close()
+    weight.close()
+
+
+def test_what_cannot_be_shared(layer: q4.Q4Linear) -> None:
+    """What is no layer is refused, and a weight of threads does not go to a process."""
+    with pytest.raises(q4.InputError, match="what must be a Q4Linear or a PackedWeight, got 'Tensor'"):
+        share(torch.zeros(3))  # type: ignore[arg-type]  # on purpose
+    with ActorSystem("threads") as threads, ActorSystem("processes") as processes:
+        weight = threads.share(layer)
+        with pytest.raises(q4.LifecycleError, match="can't be sent to a process"):
+            processes.spawn(Layered, weight)
+
+
+def test_full_shared_memory(layer: q4.Q4Linear, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little shared memory is a typed error with the numbers."""
+
+    class Full:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    with pytest.raises(q4.InputError, match="size must be at most the 4096 bytes that are free"):
+        share(layer)

@@ -1,0 +1,206 @@
+"""Networks of actors: each population's state is a tensor that all share, and its version is the clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import nn
+
+from q4_actors import Actor, SharedWeight
+from q4_nn import FilledLinear
+from q4_snn.network import Projection, event_product
+from q4core import ConfigError, InputError, Q4Linear, Session, SessionConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from q4_actors import ActorSystem, MutableTensor
+    from q4_snn.network import Network
+    from q4_snn.neurons import Neuron
+
+__all__ = ["ActorNetwork"]
+
+
+@attrs.frozen(eq=False)
+class _Synapses:
+    """What an actor computes a projection with: a shared 4-bit weight, or a dense one of its own."""
+
+    source: str
+    delay: int
+    columns: int
+    is_binary: bool
+    weight: SharedWeight | torch.Tensor
+    bias: torch.Tensor | None
+    config: SessionConfig | None
+
+    def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what gives [B, targets] from [B, sources]."""
+        if isinstance(self.weight, torch.Tensor):
+            dense, bias = self.weight, self.bias
+            return lambda spikes: nn.functional.linear(spikes, dense, bias)
+        layer = self.weight.layer(Session(self.config))
+        filled = layer if layer.in_features == self.columns else FilledLinear(layer, self.columns)
+        return event_product(filled) if self.is_binary else filled
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """A population as an actor has it; ``rows`` is how many state tensors lie before the ring of outputs."""
+
+    neuron: Neuron
+    rows: int
+    synapses: tuple[_Synapses, ...]
+
+
+class _Worker(Actor):
+    """Advances some populations by one step for each message, which is the number of the step.
+
+    A message may come twice, after a restart: populations that have done the step are let be.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, _Part], tensors: Mapping[str, MutableTensor], rows: Mapping[str, int]
+    ) -> None:
+        self.parts, self.tensors, self.rows = parts, tensors, rows
+        self.products = {name: [item.product() for item in part.synapses] for name, part in parts.items()}
+
+    def on_receive(self, message: int) -> None:
+        """Do a step."""
+        for name, part in self.parts.items():
+            if self.tensors[name].version < message:
+                with torch.no_grad():
+                    self._advance(name, part, message)
+
+    def _advance(self, name: str, part: _Part, step: int) -> None:
+        own = self.tensors[name]
+        current = torch.zeros(own.shape[1:])
+        for item, product in zip(part.synapses, self.products[name], strict=True):
+            source = self.tensors[item.source]
+            source.wait(max(0, step - item.delay))
+            with source.read() as seen:
+                current = current + product(_output(seen.tensor, self.rows[item.source], step - item.delay))
+        with own.write() as state:
+            given, *after = part.neuron(current, *state[: part.rows].clone())
+            for row, value in enumerate(after):
+                state[row] = value
+            _output(state, part.rows, step).copy_(given)
+
+
+def _output(state: torch.Tensor, rows: int, step: int) -> torch.Tensor:
+    """Return what a population gave in a step, where it lies: behind its state, in a ring."""
+    return state[rows + step % (len(state) - rows)]
+
+
+class ActorNetwork:
+    """A network whose populations are advanced by actors; it gives what ``network(x)`` gives.
+
+    A population's state and what it gave last are one shared tensor, and one update of it is one step. So the result
+    does not depend on how many actors there are, who is late, or who is killed and restarted. Packed synapses are
+    shared, not copied. ``system.checkpoint`` between two runs holds everything; with ``ActorSystem(resume=…)`` an
+    equal network goes on from there.
+
+    Args:
+        network: Whose projections are all ``Projection``; it is not changed, and later changes of it don't count.
+        system: Runs the actors and holds the tensors, named as the populations.
+        batch: B of what it will be given.
+        actors: How many, at most one for each population with neurons.
+
+    Raises:
+        ConfigError: ``actors`` or a projection is not legal, or a population's name is taken in the system.
+    """
+
+    def __init__(self, network: Network, system: ActorSystem, *, batch: int, actors: int = 1) -> None:
+        self._network, self._system, self._batch = network, system, batch
+        parts = {}
+        self._rows: dict[str, int] = {}
+        self._tensors: dict[str, MutableTensor] = {}
+        for name in network.order:
+            population = network.population(name)
+            rest = torch.zeros(batch, population.size)
+            states = () if population.neuron is None else population.neuron.rest(rest)
+            self._rows[name] = len(states)
+            ring = [rest] * (network.depth(name) + 1)
+            self._tensors[name] = system.mutable(torch.stack([*states, *ring]), name=name)
+            if population.neuron is not None:
+                parts[name] = _Part(population.neuron, len(states), tuple(map(self._share, network.into(name))))
+        if not isinstance(actors, int) or not 1 <= actors <= len(parts):
+            raise ConfigError("ActorNetwork", name="actors", rule=f"1 … {len(parts)}", value=actors)
+        names = [*parts]
+        self._actors = [
+            system.spawn(
+                _Worker,
+                {name: parts[name] for name in names[index::actors]},
+                self._tensors,
+                self._rows,
+                name=f"neurons-{index}",
+            )
+            for index in range(actors)
+        ]
+
+    def _share(self, item: Any) -> _Synapses:
+        if not isinstance(item, Projection):
+            raise ConfigError("ActorNetwork", name="projection", rule="a Projection", value=type(item).__name__)
+        inner = item.synapses.layer if isinstance(item.synapses, FilledLinear) else item.synapses
+        common = (item.source, item.delay, item.source_size, item.is_binary)
+        if not isinstance(inner, Q4Linear):
+            bias = getattr(inner, "bias", None)
+            return _Synapses(*common, item.dense_weight(), None if bias is None else bias.detach(), None)
+        served = inner.diagnostics()  # actors ask for what this layer was asked for
+        config = SessionConfig(
+            device=str(served.device),
+            backend=served.override,
+            compute_path=served.compute_path,
+            activation_precision=served.request.precision,
+        )
+        return _Synapses(*common, self._system.share(inner), None, config)
+
+    @property
+    def clock(self) -> int:
+        """How many steps all populations have done."""
+        return min(tensor.version for tensor in self._tensors.values())
+
+    def __call__(
+        self, x: torch.Tensor | Mapping[str, torch.Tensor], record: Sequence[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Run over time, from where the last call ended.
+
+        Args:
+            x: As ``Network`` takes it, with the batch told.
+            record: As ``Network`` takes it.
+
+        Returns:
+            Each name of ``record`` → [T, B, n].
+
+        Raises:
+            InputError: x does not fit the inputs, or ``record`` names what is not there.
+            ActorDeadError: An actor failed more often than its system allows. The state is that of the last whole step.
+        """
+        sequences, places = self._network.check_run(x, record)
+        for name, value in sequences.items():
+            if value.shape[1] != self._batch or value.shape[2] != self._network.population(name).size:
+                rule = f"of shape [T, {self._batch}, {self._network.population(name).size}]"
+                raise InputError(f"population {name!r}", name="input", rule=rule, value=list(value.shape))
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
+        start = self.clock
+        for index in range(len(next(iter(sequences.values())))):
+            step = start + 1 + index
+            self._step(step, {name: value[index] for name, value in sequences.items()})
+            for name, (population, state) in places.items():
+                with self._tensors[population].read() as seen:
+                    lies = _output(seen.tensor, self._rows[population], step) if state is None else seen.tensor[state]
+                    found[name].append(lies.clone())
+        return {name: torch.stack(steps) for name, steps in found.items()}
+
+    def _step(self, step: int, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Let everybody do a step: inputs come when all have done the last one, so nobody is two steps ahead."""
+        for name, value in inputs.items():
+            if self._tensors[name].version < step:
+                with self._tensors[name].write(wait=True) as state:
+                    _output(state, 0, step).copy_(value)
+        for actor in self._actors:
+            actor.tell(step)
+        for tensor in self._tensors.values():
+            while not tensor.wait(step, timeout=0.5):
+                self._system.check()

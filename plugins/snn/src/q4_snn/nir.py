@@ -1,0 +1,324 @@
+"""Networks as graphs of NIR, the Neuromorphic Intermediate Representation, and back; ``nir`` is an extra.
+
+NIR states equations, no step: neither dt nor a reset by subtraction is in it. Both are written as metadata, with the
+4-bit format of synapses, and read where they are there. What a graph does not state, the caller does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+import numpy as np
+import torch
+
+from q4_snn.network import Network, Population, Projection
+from q4_snn.neurons import IF, LI, LIF, CubaLIF, Neuron
+from q4core import ConfigError, InputError, PluginError
+
+if TYPE_CHECKING:
+    import os
+
+    from q4_snn.neurons import Reset
+
+__all__ = ["NirError", "from_nir", "read_nir", "to_nir", "write_nir"]
+
+_NEURONS: dict[str, type[Neuron]] = {"LIF": LIF, "CubaLIF": CubaLIF, "LI": LI, "IF": IF}
+_FIELDS = {
+    "LIF": ("tau_mem", "r", "v_leak", "v_threshold", "v_reset"),
+    "CubaLIF": ("tau_mem", "tau_syn", "r", "v_leak", "v_threshold", "v_reset", "w_in"),
+    "LI": ("tau_mem", "r", "v_leak"),
+    "IF": ("r", "v_threshold", "v_reset"),
+}
+_GAINS = {"r": "tau_mem", "w_in": "tau_syn"}
+_OPTIONS = ("reset", "reset_delay", "threshold_inclusive")
+_WEIGHTS = ("Linear", "Affine")
+_PASSED = ("Delay", "Flatten", "Input", "Output")
+_ROUNDING = 1e-6
+"""Gains this close to 1 are 1: files hold float32 numbers, whose quotients are not exact."""
+
+
+class NirError(InputError, code="nir"):
+    """A graph can't be a network, or a network no graph; ``where`` names node or population."""
+
+
+def _nir() -> Any:
+    try:
+        return importlib.import_module("nir")
+    except ImportError as error:
+        hint = 'pip install "q4-snn[nir]"'
+        raise PluginError("NIR", name="package nir", rule="installed", value=str(error), hint=hint) from error
+
+
+def read_nir(path: str | os.PathLike[str], **options: Any) -> Network:
+    """Return the network of a file; as ``from_nir``, which also says what the options are."""
+    return from_nir(_nir().read(path), **options)
+
+
+def write_nir(path: str | os.PathLike[str], network: Network) -> None:
+    """Write a network to a file; as ``to_nir``."""
+    _nir().write(path, to_nir(network))
+
+
+# -- export
+
+
+def to_nir(network: Network) -> Any:
+    """Return a network as a ``nir.NIRGraph``, its weights as the dense numbers that its forward pass uses.
+
+    Where a projection closes a cycle, NIR's readers take one step of delay for granted; every further step, and
+    delays elsewhere, are ``Delay`` nodes.
+
+    Raises:
+        NirError: A neuron or projection has no node in NIR, or populations differ in dt.
+        PluginError: ``nir`` is not installed.
+    """
+    nir = _nir()
+    populations = [cast("Population", item) for item in network.populations.values()]
+    steps = {item.neuron.dt for item in populations if item.neuron is not None}
+    if len(steps) != 1:
+        raise NirError("to_nir", name="dt", rule="one for all populations", value=sorted(steps))
+    (dt,) = steps
+    nodes = {item.name: _node_of(nir, item) for item in populations}
+    edges: list[tuple[str, str]] = []
+    for name, item in network.projections.items():
+        if not isinstance(item, Projection):
+            rule = "a Projection, as NIR has dense weights alone"
+            raise NirError("to_nir", name="projection", rule=rule, value=type(item).__name__, where=name)
+        metadata = {"delay": item.delay, **({} if item.format is None else {"q4_format": item.format})}
+        weight, bias = item.dense_weight().cpu().numpy(), getattr(item.synapses, "bias", None)
+        nodes[name] = (
+            nir.Linear(weight, metadata=metadata)
+            if bias is None
+            else nir.Affine(weight, bias.detach().cpu().numpy(), metadata=metadata)
+        )
+        edges.append((item.source, name))
+        if further := item.delay - network.closes_cycle(item):
+            nodes[f"{name}_delay"] = nir.Delay(np.full(item.target_size, further * dt))
+            edges += [(name, f"{name}_delay"), (f"{name}_delay", item.target)]
+        else:
+            edges.append((name, item.target))
+    for name in network.outputs:
+        nodes[f"{name}_output"] = nir.Output(nodes[name].output_type["output"])
+        edges.append((name, f"{name}_output"))
+    return nir.NIRGraph(nodes, edges, metadata={"dt": dt})
+
+
+def _node_of(nir: Any, population: Population) -> Any:
+    """Return the node of an input or of neurons, with one number of each parameter for each neuron."""
+    neuron = population.neuron
+    if neuron is None:
+        return nir.Input(np.array([population.size]))
+    kind = type(neuron).__name__
+    if kind not in _NEURONS:
+        rule = f"one of {', '.join(_NEURONS)}, which NIR has"
+        raise NirError("to_nir", name="neuron", rule=rule, value=kind, where=population.name)
+    values = {}
+    for name in _FIELDS[kind]:
+        value = getattr(neuron, name, None)
+        if value is None:  # one unit adds 1 in a step
+            value = getattr(neuron, _GAINS[name], 1.0) / neuron.dt
+        array = value.detach().cpu().double().numpy() if isinstance(value, torch.Tensor) else value
+        values[_nir_name(kind, name)] = np.zeros(population.size) + array
+    metadata = {name: getattr(neuron, name) for name in _OPTIONS if hasattr(neuron, name)}
+    return getattr(nir, kind)(**values, metadata=metadata)
+
+
+def _nir_name(kind: str, name: str) -> str:
+    return "tau" if name == "tau_mem" and kind != "CubaLIF" else name
+
+
+# -- import
+
+
+def from_nir(
+    graph: Any, *, dt: float | None = None, reset: Reset | None = None, reset_delay: bool | None = None
+) -> Network:
+    """Return the network of a ``nir.NIRGraph``.
+
+    Args:
+        graph: Of the nodes Input, Output, Linear, Affine, LIF, CubaLIF, LI, IF, Delay, Flatten, and graphs of these.
+        dt: Seconds of a step, in place of the graph's metadata. snnTorch and SpikingJelly take 1e-4, Norse 1e-3.
+        reset: In place of the metadata; without either ``value``, which is NIR's.
+        reset_delay: In place of the metadata; without either False. snnTorch's own default is
+            ``reset="subtract", reset_delay=True``, which its export does not state.
+
+    Returns:
+        A network whose projections are named as the graph's weights; those with a ``q4_format`` train in it. A
+        projection that closes a cycle takes one step.
+
+    Raises:
+        NirError: A node is not one of these, neurons are joined without weights or by two, sizes do not fit, or
+            nobody states dt.
+    """
+    stated = graph.metadata.get("dt") if dt is None else dt
+    if stated is None:
+        hint = "snnTorch and SpikingJelly mean 1e-4 by their files, Norse 1e-3."
+        raise NirError("from_nir", name="dt", rule="given, as the graph states none", value=None, hint=hint)
+    options: dict[str, Any] = {"dt": float(stated), "reset": reset, "reset_delay": reset_delay}
+    nodes, edges = _flattened(graph, "")
+    for name, node in nodes.items():
+        if type(node).__name__ not in {*_NEURONS, *_WEIGHTS, *_PASSED}:
+            rule = f"one of {', '.join([*_NEURONS, *_WEIGHTS, *_PASSED])}"
+            raise NirError("from_nir", name="node", rule=rule, value=type(node).__name__, where=name)
+    inputs = {_clean(name) for name in graph.inputs}
+    ends = [name for name in nodes if name in inputs or type(nodes[name]).__name__ in _NEURONS]
+    paths = [path for name in ends for path in _paths(name, nodes, edges, options["dt"])]
+    sizes = _sizes(ends, nodes, paths)
+    populations = {
+        name: Population(name, sizes[name], _neuron(name, nodes[name], options) if name not in inputs else None)
+        for name in ends
+    }
+    closing = _closing(ends, paths)
+    names = [path.weight for path in paths]
+    projections = []
+    for index, path in enumerate(paths):
+        node, is_first = nodes[path.weight], path.weight not in names[:index]
+        name = path.weight if names.count(path.weight) == 1 else f"{path.weight}:{path.source}->{path.target}"
+        made = Projection(
+            populations[path.source],
+            populations[path.target],
+            format=node.metadata.get("q4_format"),
+            delay=int(node.metadata.get("delay", path.delay + (index in closing))),
+            bias=hasattr(node, "bias") and (is_first or path.target not in {p.target for p in paths[:index]}),
+            name=name,
+        )
+        state = {"weight": torch.from_numpy(np.array(node.weight, np.float32))}
+        if getattr(made.synapses, "bias", None) is not None:
+            state["bias"] = torch.from_numpy(np.array(node.bias, np.float32))
+        made.synapses.load_state_dict(state)
+        projections.append(made)
+    return Network([*populations.values()], projections)
+
+
+@attrs.frozen
+class _Path:
+    """What leads from one population to another: one node of weights, and delays in steps."""
+
+    source: str
+    target: str
+    weight: str
+    delay: int
+
+
+def _clean(name: str) -> str:
+    """Return a name that a module may have; colons take the place of dots and slashes."""
+    return name.replace(".", ":").replace("/", ":")
+
+
+def _flattened(graph: Any, prefix: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return nodes and edges, those of graphs within it in the place of these."""
+    nodes: dict[str, Any] = {}
+    edges: list[tuple[str, str]] = []
+    enters, leaves = {}, {}
+    for name, node in graph.nodes.items():
+        full = prefix + _clean(name)
+        enters[name], leaves[name] = [full], [full]
+        if type(node).__name__ == "NIRGraph":
+            inner, joined = _flattened(node, f"{full}:")
+            enters[name], leaves[name] = (
+                [f"{full}:{_clean(end)}" for end in ends] for ends in (node.inputs, node.outputs)
+            )
+            nodes |= inner
+            edges += joined
+        else:
+            nodes[full] = node
+    edges += [(a, b) for source, target in graph.edges for a in leaves[source] for b in enters[target]]
+    return nodes, edges
+
+
+def _paths(source: str, nodes: dict[str, Any], edges: list[tuple[str, str]], dt: float) -> list[_Path]:
+    """Return what leads from a population to others."""
+    found = []
+    left: list[tuple[str, str | None, int]] = [(target, None, 0) for start, target in edges if start == source]
+    while left:
+        name, weight, delay = left.pop(0)
+        kind = type(nodes[name]).__name__
+        if kind in _NEURONS:
+            if weight is None:
+                raise NirError(
+                    "from_nir", name="edge", rule="by way of a Linear or Affine node", where=name, value=source
+                )
+            found.append(_Path(source, name, weight, delay))
+            continue
+        if kind in _WEIGHTS:
+            if weight is not None:
+                rule = "followed by neurons, not by weights again"
+                raise NirError("from_nir", name="node", rule=rule, value=weight, where=name)
+            if nodes[name].weight.ndim != 2:  # noqa: PLR2004  # a matrix
+                raise NirError("from_nir", name="weight", rule="a matrix", value=nodes[name].weight.shape, where=name)
+            weight = name
+        elif kind == "Delay":
+            delay += _steps(name, nodes[name].delay, dt)
+        left += [(target, weight, delay) for start, target in edges if start == name]
+    return found
+
+
+def _steps(name: str, delay: Any, dt: float) -> int:
+    steps = np.asarray(delay, np.float64) / dt
+    whole = round(float(steps.flat[0]))
+    if whole < 0 or not np.allclose(steps, whole, rtol=0, atol=1e-3):
+        rule = f"one whole number of steps of {dt:g} s for all neurons"
+        raise NirError("from_nir", name="delay", rule=rule, value=delay, where=name)
+    return whole
+
+
+def _sizes(ends: list[str], nodes: dict[str, Any], paths: list[_Path]) -> dict[str, int]:
+    """Return the number of neurons of each population: as its weights say, and its parameters if there are many."""
+    found: dict[str, int] = {}
+    for name in ends:
+        node = nodes[name]
+        own = int(np.prod(next(iter(node.input_type.values())), dtype=np.int64))
+        said = {nodes[p.weight].weight.shape[0] for p in paths if p.target == name}
+        said |= {nodes[p.weight].weight.shape[1] for p in paths if p.source == name}
+        if not said or own > 1:
+            said.add(own)
+        if len(said) != 1:
+            raise NirError("from_nir", name="size", rule="one", value=sorted(said), where=name)
+        found[name] = said.pop()
+    return found
+
+
+def _neuron(name: str, node: Any, options: dict[str, Any]) -> Neuron:
+    kind, dt = type(node).__name__, options["dt"]
+    values: dict[str, Any] = {}
+    for field in _FIELDS[kind]:
+        array = np.asarray(getattr(node, _nir_name(kind, field)), np.float64).reshape(-1)
+        is_one = array.size > 0 and bool((array == array[0]).all())
+        values[field] = float(array[0]) if is_one else torch.from_numpy(array)
+    for gain, tau in _GAINS.items():
+        if gain in values:
+            product = torch.as_tensor(values[gain]) * dt / torch.as_tensor(values.get(tau, 1.0))
+            if bool(((product - 1).abs() <= _ROUNDING).all()):
+                del values[gain]
+    for option in _OPTIONS if kind != "LI" else ():
+        value = node.metadata.get(option) if options.get(option) is None else options[option]
+        if value is not None:
+            values[option] = str(value) if option == "reset" else bool(value)
+    if kind != "LI":
+        values.setdefault("reset", "value")
+    try:
+        return _NEURONS[kind](dt=dt, **values)
+    except ConfigError as error:
+        raise NirError("from_nir", name=error.name, rule=error.rule, value=error.value, where=name) from error
+
+
+def _closing(ends: list[str], paths: list[_Path]) -> set[int]:
+    """Return the paths that close a cycle, as one walks from the inputs."""
+    closing: set[int] = set()
+    done: set[str] = set()
+
+    def walk(name: str, above: tuple[str, ...]) -> None:
+        for index, path in enumerate(paths):
+            if path.source == name:
+                if path.target in above:
+                    closing.add(index)
+                elif path.target not in done:
+                    walk(path.target, (*above, path.target))
+        done.add(name)
+
+    for name in ends:
+        if name not in done:
+            walk(name, (name,))
+    return closing

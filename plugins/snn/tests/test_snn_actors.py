@@ -1,0 +1,126 @@
+"""Networks of actors give what one process gives, whoever they are, late, killed or resumed."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import q4core as q4
+from q4_actors import ActorSystem
+from q4_nn import pack_
+from q4_snn import LI, LIF, CubaLIF, Network, Population, Projection, spikegen
+from q4_snn.actors import ActorNetwork
+from q4core import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+RECORD = ("a", "a.mem", "b", "b.syn", "out")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="processes need Linux")
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """Give a packed network with a cycle, delays, float synapses too, and a population that reads another twice."""
+    torch.manual_seed(0)
+    pixels, a = Population("pixels", 40), Population("a", 64, LIF.from_beta(0.9))
+    b, out = Population("b", 64, CubaLIF(1e-3, 5e-4, v_leak=0.1)), Population("out", 5, LI(1e-3))
+    projections = [
+        Projection(pixels, a, format="nf4", bias=True, delay=1),
+        Projection(a, b, format="nf4"),
+        Projection(b, a, format="nf4", delay=2),
+        Projection(a, b, delay=3, name="late"),
+        Projection(b, out),
+    ]
+    made = Network([pixels, a, b, out], projections)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(4)
+    with q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session:
+        pack_(made, session)
+        yield made
+
+
+def events(steps: int = 25) -> torch.Tensor:
+    """Return random spikes [T, 2, 40]."""
+    return spikegen.rate(torch.full((2, 40), 0.3), steps, generator=torch.Generator().manual_seed(1))
+
+
+def expect_same(found: dict[str, torch.Tensor], network: Network, x: torch.Tensor) -> None:
+    """Expect the bits of the network in one process."""
+    with torch.no_grad():
+        expected, _ = network(x, record=RECORD)
+    assert 0.02 < expected["b"].mean() < 0.9
+    for name in RECORD:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("actors", [1, 2, 3])
+def test_threads(network: Network, actors: int) -> None:
+    """One, two or three actors give the bits of the network, in two runs as in one."""
+    with ActorSystem("threads") as system:
+        crew = ActorNetwork(network, system, batch=2, actors=actors)
+        parts = [crew(events()[:9], RECORD), crew(events()[9:], RECORD)]
+        assert crew.clock == 25
+    expect_same({name: torch.cat([part[name] for part in parts]) for name in RECORD}, network, events())
+
+
+@linux
+@pytest.mark.slow
+def test_killed_processes(network: Network) -> None:
+    """Processes that are killed in between are restarted, and the bits are the same."""
+    with ActorSystem("processes", restarts=10) as system:
+        crew = ActorNetwork(network, system, batch=2, actors=2)
+        parts = []
+        for part in events(12).split(4):
+            next(iter(system.actors.values())).kill()
+            parts.append(crew(part, RECORD))
+    expect_same({name: torch.cat([part[name] for part in parts]) for name in RECORD}, network, events(12))
+
+
+def test_resumed(network: Network, tmp_path: Path) -> None:
+    """A checkpoint between two runs holds everything: another system goes on from it, bit for bit."""
+    with ActorSystem("threads") as system:
+        crew = ActorNetwork(network, system, batch=2)
+        first = crew(events()[:9], RECORD)
+        system.checkpoint(tmp_path / "state")
+        crew(events()[9:12])
+    with ActorSystem("threads", resume=tmp_path / "state") as system:
+        crew = ActorNetwork(network, system, batch=2, actors=3)
+        assert crew.clock == 9
+        second = crew(events()[9:], RECORD)
+    expect_same({name: torch.cat([first[name], second[name]]) for name in RECORD}, network, events())
+
+
+def test_refused(network: Network) -> None:
+    """Too many actors, another batch and another size are errors."""
+    with ActorSystem("threads") as system, pytest.raises(ConfigError, match="actors must be 1 … 3"):
+        ActorNetwork(network, system, batch=2, actors=4)
+    with ActorSystem("threads") as system:
+        crew = ActorNetwork(network, system, batch=2)
+        with pytest.raises(InputError, match="population 'pixels'"):
+            crew(events()[:, :1])
+        with pytest.raises(InputError, match="record"):
+            crew(events(), ("c",))
+        assert crew.clock == 0
+
+
+def test_spikes_alone(network: Network) -> None:
+    """A packed projection from neurons that fire runs event-driven, where the backend has such a product."""
+    item = network.get_submodule("projections.a->b")
+    assert isinstance(item, Projection)
+    layer = item.synapses
+    assert isinstance(layer, q4.Q4Linear)
+    product = q4.spikes.SpikeProduct(layer)
+    before = product.record.sparse + product.record.dense
+    x = torch.zeros(1, 64).index_fill_(1, torch.tensor([3]), 1.0)
+    with torch.no_grad():
+        found = item.for_run()(x)
+        assert product.record.sparse + product.record.dense == before + 1
+        torch.testing.assert_close(found[0], item.dense_weight()[:, 3], rtol=1e-6, atol=1e-7)
+        assert item.for_run() is not item
+    assert item.for_run() is item

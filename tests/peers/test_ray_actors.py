@@ -1,0 +1,163 @@
+"""Actors on Ray: the same program and the same bits as on threads, on one node and on three."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import q4core as q4
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from q4_actors import ActorSystem
+
+pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]  # Ray's own
+ACTORS = Path(__file__).parents[2] / "plugins" / "actors" / "tests"
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, str(ACTORS))
+    ray = pytest.importorskip("ray")
+    from acting import Echo, Friend, Layered, Stepper
+    from ray.cluster_utils import Cluster
+
+    from q4_actors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, MessageError
+    from q4_actors import ActorSystem as System
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Return a cluster of three nodes on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ACTORS), *sys.path]))
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 200_000_000})
+        for _ in range(2):
+            made.add_node(num_cpus=2, object_store_memory=200_000_000)
+        ray.init(address=made.address, log_to_driver=False)
+        yield made
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.fixture
+def system(cluster: Any) -> Iterator[ActorSystem]:
+    """Return a system that is stopped after the test."""
+    with System("ray", mailbox=4, restarts=2) as made:
+        yield made
+
+
+def test_messages(system: ActorSystem) -> None:
+    """Messages, exceptions, restarts and references work as on threads."""
+    ref = system.spawn(Echo, name="echo")
+    for _ in range(10):
+        ref.tell("x")
+    assert ref.ask("count", timeout=60.0) == 11
+    with pytest.raises(ValueError, match="for the asker"):
+        ref.ask(("raise", "for the asker"), timeout=60.0)
+    assert system.spawn(Friend, other=ref).ask("count", timeout=60.0) == 13
+    friend = system.spawn(Friend)
+    with pytest.raises(ActorError, match="asks itself"):
+        friend.ask((friend, "count"), timeout=60.0)
+    ref.tell(("raise", "by a tell"))
+    assert ref.ask("count", timeout=60.0) == 1
+    with q4.using(q4.SessionConfig(activation_precision="exact")):
+        assert system.spawn(Echo).ask("config", timeout=60.0) is q4.ActivationPrecision.EXACT
+    assert system.memory_report()["echo"].pid != os.getpid()
+
+
+def test_errors(system: ActorSystem) -> None:
+    """A late answer, a full mailbox, what can't be pickled, and a dead actor are errors that name the actor."""
+    ref = system.spawn(Echo, name="slow")
+    ref.ask(1, timeout=60.0)
+    with pytest.raises(AskTimeoutError, match="actor 'slow' did not answer"):
+        ref.ask(("sleep", 0.5), timeout=0.05)
+    for _ in range(3):  # beside the one that is late
+        ref.tell("x", timeout=0)
+    with pytest.raises(MailboxFullError, match="mailbox of actor 'slow' is full"):
+        ref.tell("x", timeout=0)
+    with pytest.raises(MessageError, match="a message to actor 'slow' can't be pickled"):
+        ref.tell((message for message in "generators can't be pickled"), timeout=5.0)
+    ref.kill()
+    assert ref.ask(2, timeout=60.0) == 2
+    for _ in range(3):
+        ref.tell(("raise", "again"), timeout=60.0)
+    with pytest.raises(ActorDeadError, match=r"actor 'slow' is dead: too many failures, the last by .*again"):
+        ref.ask(3, timeout=60.0)
+    end = time.monotonic() + 20
+    while system._dead is None and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(ActorDeadError, match="slow"):
+        system.check()
+
+
+def steps(runtime: str, count: int, *, resume: Path | None = None, save: Path | None = None, fatal: Any = ()) -> Any:
+    """Run two actors that read each other, with some that are killed within their updates."""
+    with System(runtime, resume=resume, restarts=8) as system:
+        states = [system.mutable(torch.arange(8.0) + index, name=f"s{index}") for index in range(2)]
+        dies = system.mutable(torch.zeros(32, dtype=torch.uint8), name="dies") if fatal else None
+        refs = [system.spawn(Stepper, states[index], states[1 - index], fatal, dies) for index in range(2)]
+        for step in range(states[0].version + 1, count + 1):
+            for ref in refs:
+                assert ref.ask(step, timeout=60.0) == step
+        if save is not None:
+            system.checkpoint(save)
+        return torch.stack([state.snapshot().tensor for state in states])
+
+
+def test_same_bits(cluster: Any, tmp_path: Path) -> None:
+    """Ray on three nodes gives the bits of threads: after a kill, and from a checkpoint on."""
+    expected = steps("threads", 12)
+    steps("ray", 6, save=tmp_path / "half.pt", fatal=(3,))
+    assert torch.equal(steps("ray", 12, resume=tmp_path / "half.pt"), expected)
+
+
+def test_shared_weight(system: ActorSystem) -> None:
+    """Actors on all nodes compute with the store's copy of a weight, to the layer's own bits."""
+    torch.manual_seed(0)
+    with q4.Session(q4.SessionConfig(device="cpu")) as session:
+        layer = session.linear(q4.quantize(torch.randn(256, 512), "nf4"), torch.randn(256))
+        weight, x = system.share(layer), torch.randn(3, 512)
+        refs = [system.spawn(Layered, weight) for _ in range(3)]
+        assert all(torch.equal(ref.ask(x, timeout=60.0), layer(x)) for ref in refs)
+
+
+def test_tensor_errors(system: ActorSystem) -> None:
+    """Two writers, options that Ray does not have, and a closed tensor are the errors of a mutable tensor."""
+    state = system.mutable(torch.zeros(3), name="state")
+    with state.write() as tensor:
+        tensor.add_(1)
+        with pytest.raises(q4.WriteConflictError), state.write():
+            pass
+        assert state.snapshot().version == 0
+    with pytest.raises(ValueError, match="on purpose"), state.write() as tensor:
+        raise ValueError("on purpose")
+    with state.read() as view:
+        assert (view.version, view.tensor.tolist()) == (1, [1.0, 1.0, 1.0])
+    assert state.wait(1, timeout=1.0)
+    assert not state.wait(2, timeout=0.05)
+    with pytest.raises(q4.ConfigError, match="mode must be 'versioned' on Ray"):
+        system.mutable(torch.zeros(3), name="other", mode="in_place")
+    with pytest.raises(q4.UnifiedMemoryError):
+        system.mutable(torch.zeros(3), name="managed", unified_memory="require_unified")
+    state.close()
+    with pytest.raises(q4.LifecycleError, match="is closed"):
+        state.snapshot()
+
+
+def test_lost_node(cluster: Any) -> None:
+    """An actor whose node is lost, and that may run nowhere else, is dead for whoever asks; the others go on."""
+    node = cluster.add_node(num_cpus=1, resources={"lost": 1}, object_store_memory=100_000_000)
+    with System("ray", restarts=0, ray_options={"resources": {"lost": 0.1}}) as system, System("ray") as other:
+        ref, safe = system.spawn(Echo, name="remote"), other.spawn(Echo)
+        assert ref.ask(1, timeout=60.0) == safe.ask(1, timeout=60.0) == 1
+        cluster.remove_node(node)
+        with pytest.raises(ActorDeadError, match=r"actor 'remote' is dead: Ray says: .*node"):
+            ref.ask(1, timeout=60.0)
+        assert safe.ask(2, timeout=60.0) == 2

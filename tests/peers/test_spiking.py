@@ -1,0 +1,267 @@
+"""q4-snn beside snnTorch: the same spikes, the same gradients, networks exchanged by NIR both ways; STDP apart."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from q4_nn import pack_
+from q4_snn import (
+    ALIF,
+    IF,
+    LI,
+    LIF,
+    CubaLIF,
+    Network,
+    NirError,
+    Population,
+    Projection,
+    from_nir,
+    read_nir,
+    spikegen,
+    surrogate,
+    to_nir,
+    write_nir,
+)
+from q4core import Session, SessionConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import ModuleType
+
+pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore:nirtorch:DeprecationWarning")]
+STEPS = 100
+
+
+@pytest.fixture
+def snn(peer: Callable[[str], ModuleType]) -> Any:
+    """Return snnTorch."""
+    peer("snntorch.export_nir")
+    peer("snntorch.import_nir")
+    peer("snntorch.spikegen")
+    return peer("snntorch")
+
+
+@pytest.fixture
+def nir(peer: Callable[[str], ModuleType]) -> Any:
+    """Return NIR."""
+    return peer("nir")
+
+
+def events(size: int, batch: int = 4) -> torch.Tensor:
+    """Return random spikes [T, B, size]."""
+    return spikegen.rate(torch.full((batch, size), 0.3), STEPS, generator=torch.Generator().manual_seed(0))
+
+
+SURROGATES = [("atan", {"alpha": 2.0}), ("fast_sigmoid", {"slope": 25}), ("sigmoid", {"slope": 25}), ("straight", {})]
+
+
+@pytest.mark.parametrize(("name", "options"), SURROGATES)
+def test_surrogates(snn: Any, name: str, options: dict[str, Any]) -> None:
+    """Spikes and gradients are snnTorch's."""
+    ours = surrogate.straight_through() if name == "straight" else getattr(surrogate, name)(**options)
+    theirs = snn.surrogate
+    theirs = theirs.straight_through_estimator() if name == "straight" else getattr(theirs, name)(**options)
+    x = torch.linspace(-2, 2, 401, requires_grad=True)
+    assert torch.equal(ours(x), theirs(x))
+    pairs = [torch.autograd.grad(function(x).sum(), x)[0] for function in (ours, theirs)]
+    torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mechanism", ["subtract", "zero", "none"])
+def test_leaky(snn: Any, mechanism: str) -> None:
+    """Spikes, membranes and gradients through time are those of snnTorch's Leaky, bit for bit."""
+    reset: Any = "value" if mechanism == "zero" else mechanism
+    theirs = snn.Leaky(beta=0.9, threshold=0.7, reset_mechanism=mechanism)
+    ours = LIF.from_beta(0.9, 0.7, reset=reset, reset_delay=True)
+    found = []
+    for neuron in (theirs, ours):
+        x = (events(8) * 0.4).requires_grad_()
+        mem, spikes = torch.zeros(4, 8), []
+        for current in x:
+            spk, mem = neuron(current, mem)
+            spikes.append(spk)
+        (gradient,) = torch.autograd.grad(torch.stack(spikes).sum() + mem.sum(), x)
+        found.append((torch.stack(spikes), mem, gradient))
+    assert found[0][0].sum() > 100
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_synaptic(snn: Any) -> None:
+    """Spikes, currents and membranes are those of snnTorch's Synaptic, bit for bit."""
+    theirs = snn.Synaptic(alpha=0.8, beta=0.9)
+    ours = CubaLIF.from_alpha_beta(0.8, 0.9, reset_delay=True)
+    states: list[Any] = [(torch.zeros(4, 8), torch.zeros(4, 8))] * 2
+    fired = 0.0
+    for current in events(8) * 0.1:
+        results = [neuron(current, *state) for neuron, state in zip((theirs, ours), states, strict=True)]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        states = [result[1:] for result in results]
+        fired += float(results[1][0].sum())
+    assert fired > 100
+
+
+def test_generators(snn: Any) -> None:
+    """Latency and delta give snnTorch's spikes; rate gives them by the same random numbers."""
+    x = torch.rand(5, 9, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    theirs = snn.spikegen.rate(x, num_steps=20)
+    torch.manual_seed(3)
+    assert torch.equal(spikegen.rate(x, 20), theirs)
+    for linear in (False, True):
+        options: dict[str, Any] = {"threshold": 0.1, "linear": linear}
+        theirs = snn.spikegen.latency(x, num_steps=20, normalize=True, clip=True, **options)
+        assert torch.equal(spikegen.latency(x, 20, **options), theirs)
+        theirs = snn.spikegen.latency(x, num_steps=40, tau=5, clip=True, bypass=True, **options)
+        assert torch.equal(spikegen.latency(x, 40, tau=5.0, **options), theirs)
+    for falls in (False, True):
+        assert torch.equal(spikegen.delta(x, off_spike=falls), snn.spikegen.delta(x, off_spike=falls))
+
+
+def run_theirs(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the spikes [T, B, n] of a network that keeps its own state."""
+    for module in model:
+        if hasattr(module, "reset_mem"):
+            module.reset_mem()
+    found = [model(step) for step in x]
+    return torch.stack([item[0] if isinstance(item, tuple) else item for item in found])
+
+
+@pytest.mark.parametrize("mechanism", ["subtract", "zero"])
+@pytest.mark.parametrize("kind", ["leaky", "synaptic"])
+def test_from_snntorch(snn: Any, kind: str, mechanism: str, tmp_path: Path) -> None:
+    """A network of snnTorch's, exported, gives the same spikes here for 100 steps; through a file too."""
+    delayed = mechanism == "subtract"
+    options: dict[str, Any] = {"init_hidden": True, "reset_mechanism": mechanism, "reset_delay": delayed}
+
+    def neurons(size: int) -> Any:  # the export takes their number from the parameters
+        sizes = {"beta": torch.full((size,), 0.9), "threshold": torch.ones(size), **options}
+        return snn.Leaky(**sizes) if kind == "leaky" else snn.Synaptic(alpha=torch.full((size,), 0.7), **sizes)
+
+    torch.manual_seed(0)
+    theirs = torch.nn.Sequential(torch.nn.Linear(12, 20), neurons(20), torch.nn.Linear(20, 5, bias=False), neurons(5))
+    graph = snn.export_nir.export_to_nir(theirs, torch.zeros(1, 12), ignore_dims=[0])
+    x = events(12) * 3
+    ours = from_nir(graph, dt=1e-4, reset="subtract" if delayed else None, reset_delay=delayed)
+    with torch.no_grad():
+        expected = run_theirs(theirs, x)
+        (found,) = ours(x)[0].values()
+        assert expected.sum() > 50
+        assert torch.equal(found, expected)
+        write_nir(tmp_path / "network.nir", ours)
+        again = read_nir(tmp_path / "network.nir")
+        (found,) = again(x)[0].values()
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["lif", "cuba"])
+def test_to_snntorch(snn: Any, kind: str) -> None:
+    """A network from here with four-bit synapses, trained form and packed, gives the same spikes in snnTorch."""
+    torch.manual_seed(0)
+
+    def neurons() -> Any:
+        return LIF.from_beta(0.9, reset="value") if kind == "lif" else CubaLIF.from_alpha_beta(0.7, 0.9, reset="value")
+
+    a, b, c = Population("a", 64), Population("b", 64, neurons()), Population("c", 5, neurons())
+    network = Network([a, b, c], [Projection(a, b, format="nf4", bias=True), Projection(b, c, format="nf4")])
+    x = events(64)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(4)
+        (expected,) = network(x)[0].values()
+        assert expected.sum() > 50
+        for packed in (False, True):
+            if packed:
+                pack_(network, Session(SessionConfig(device="cpu", activation_precision="exact")))
+            theirs = snn.import_nir.import_from_nir(to_nir(network))
+            found, state = [], None
+            for step in x:
+                out, state = theirs(step, state)
+                found.append(out)
+            assert torch.equal(torch.stack(found).float(), expected)
+
+
+def test_everything_comes_back(nir: Any, tmp_path: Path) -> None:
+    """Delays, recurrence, parameters of each neuron, resets, formats and dt are what they were, read from a file."""
+    torch.manual_seed(0)
+    a = Population("a", 10)
+    taus = torch.linspace(1e-3, 4e-3, 64)
+    b = Population("b", 64, LIF(taus, None, 0.1, 0.6, -0.1, dt=5e-4, reset="value", threshold_inclusive=True))
+    c = Population("c", 6, CubaLIF(2e-3, 1e-3, 3.0, w_in=0.7, dt=5e-4, reset_delay=True))
+    d, e = Population("d", 6, IF(1500.0, 0.5, dt=5e-4, reset="none")), Population("e", 3, LI(1e-3, dt=5e-4))
+    projections = [
+        Projection(a, b, bias=True, delay=2),
+        Projection(b, b, format="nf4", delay=1),
+        Projection(b, c, format="nf4"),
+        Projection(c, b, delay=3),
+        Projection(c, d),
+        Projection(d, e),
+    ]
+    network = Network([a, b, c, d, e], projections)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(4)
+    names = ("b", "b.mem", "c", "c.syn", "d", "e")
+    write_nir(tmp_path / "network.nir", network)
+    again = read_nir(tmp_path / "network.nir")
+    with torch.no_grad():
+        x = events(10)
+        expected, found = network(x, record=names)[0], again(x, record=names)[0]
+    assert expected["c"].sum() > 50
+    for name in names:
+        assert torch.equal(found[name], expected[name]), name
+    parts: Any = again.projections
+    kept = {name: (item.format, item.delay) for name, item in parts.items()}
+    assert kept == {item.name: (item.format, item.delay) for item in projections}
+    graph = nir.read(tmp_path / "network.nir")
+    assert float(graph.metadata["dt"]) == 5e-4
+    for node in graph.nodes.values():
+        node.metadata.pop("delay", None)  # as another program would write it
+    parts = from_nir(graph).projections
+    assert {name: item.delay for name, item in parts.items()} == {item.name: item.delay for item in projections}
+
+
+def test_recurrent_of_snntorch(snn: Any) -> None:
+    """A recurrent network of snnTorch's, which is a graph in the graph, becomes a projection with a delay of one."""
+    torch.manual_seed(0)
+    rec = snn.RLeaky(beta=0.9, linear_features=20, init_hidden=True, reset_mechanism="zero", reset_delay=False)
+    theirs = torch.nn.Sequential(torch.nn.Linear(12, 20), rec)
+    ours = from_nir(snn.export_nir.export_to_nir(theirs, torch.zeros(1, 12), ignore_dims=[0]), dt=1e-4)
+    parts: Any = ours.projections
+    assert sorted(item.delay for item in parts.values()) == [0, 1]
+    x = events(12) * 3
+    with torch.no_grad():
+        expected = run_theirs(theirs, x)
+        (found,) = ours(x)[0].values()
+    assert expected.sum() > 50
+    assert torch.equal(found, expected)
+
+
+def test_refused_graphs(nir: Any) -> None:
+    """What can't be a network is an error that names the node; so is a neuron that NIR has not."""
+    np = pytest.importorskip("numpy")
+    ones = np.ones(3)
+    lif = nir.LIF(tau=ones, r=ones, v_leak=0 * ones, v_threshold=ones)
+    matrix, start, end = nir.Linear(np.ones((3, 3))), nir.Input(np.array([3])), nir.Output(np.array([3]))
+    for nodes, where, name in (
+        ({"scale": nir.Scale(ones), "lif": lif}, "scale", "node"),
+        ({"w": matrix, "v": nir.Linear(np.ones((3, 3))), "lif": lif}, "v", "node"),
+        ({"lif": lif}, "lif", "edge"),
+        ({"w": matrix, "lif": nir.LIF(tau=0 * ones, r=ones, v_leak=ones, v_threshold=ones)}, "lif", "tau_mem"),
+    ):
+        chain = ["in", *nodes, "out"]
+        graph = nir.NIRGraph({"in": start, **nodes, "out": end}, [*itertools.pairwise(chain)])
+        with pytest.raises(NirError) as caught:
+            from_nir(graph, dt=1e-4)
+        assert (caught.value.where, caught.value.name) == (where, name)
+        with pytest.raises(NirError, match="dt must be given"):
+            from_nir(graph)
+    a, b = Population("a", 3), Population("b", 3, ALIF(1e-3, 1e-2, 0.1))
+    with pytest.raises(NirError) as caught:
+        to_nir(Network([a, b], [Projection(a, b)]))
+    assert (caught.value.where, caught.value.value) == ("b", "ALIF")
