@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from q4_snn.sparse import SparseProjection
+from q4_snn import SparseProjection
 
 NAMES = ("L2/3E", "L2/3I", "L4E", "L4I", "L5E", "L5I", "L6E", "L6I")
 NEURONS = torch.tensor([20683, 5834, 21915, 5479, 4850, 1065, 14395, 2948])

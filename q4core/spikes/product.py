@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _faults: weakref.WeakKeyDictionary[Registry, dict[tuple[str, str], str | None]] = weakref.WeakKeyDictionary()
 """What probes showed, by backend and the key of a plan: None where it is right."""
 _records: weakref.WeakKeyDictionary[Q4Linear, SpikeRecord] = weakref.WeakKeyDictionary()
+_ONE = 0x3F800000
+"""The bits of 1.0."""
 _HINT = "Call the layer itself for other numbers, and for gradients."
 
 
@@ -82,12 +84,14 @@ class SpikeProduct:
         rows = x.numel() // width
         if rows == 0:
             return torch.empty((*x.shape[:-1], live.plan.out_features), device=live.device)
-        ones = x.to(torch.bool)
-        if ones is not x:  # a comparison with 1 would take ten times as long
-            low, high = torch.aminmax(ones.float().sub_(x))
-            if not float(low) == 0 == float(high):
-                raise self._refusal("x", "0 and 1 alone", float(x[(x != 0) & (x != 1)][0]))
-        y = self._run(live, ones.reshape(rows, width).contiguous())
+        flat = x.reshape(rows, width)
+        ones = flat.to(torch.bool).contiguous()
+        count = int(ones.view(torch.uint8).sum())
+        if x.dtype is torch.float32 and not _is_binary(flat, count):
+            wrong = (flat != 0) & (flat != 1)
+            if bool(wrong.any()):
+                raise self._refusal("x", "0 and 1 alone", float(flat[wrong][0]))
+        y = self._run(live, ones, count)
         return y.reshape(*x.shape[:-1], live.plan.out_features)
 
     def events(self, columns: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
@@ -120,15 +124,15 @@ class SpikeProduct:
         ones = torch.zeros((rows, width), dtype=torch.bool, device=live.device)
         row = torch.repeat_interleave(torch.arange(rows, device=live.device), starts.diff())
         ones.view(-1).index_fill_(0, row * width + columns, value=True)
-        return self._run(live, ones)
+        return self._run(live, ones, len(columns))
 
     def _refusal(self, name: str, rule: str, value: object) -> InputError:
         return InputError(f"spikes of layer {self.layer.name!r}", name=name, rule=rule, value=value, hint=_HINT)
 
-    def _run(self, live: LiveLayer, ones: torch.Tensor) -> torch.Tensor:
-        """Return the product with bool rows [M, K], contiguous, by the way that their share of ones asks for."""
+    def _run(self, live: LiveLayer, ones: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the product with bool rows [M, K], contiguous, by the way that their number of ones asks for."""
         rows, sparse = len(ones), self._sparse
-        if sparse is None or int(ones.view(torch.uint8).sum()) > sparse.spike_limit(rows) * ones.numel():
+        if sparse is None or count > sparse.spike_limit(rows) * ones.numel():
             self.record.dense += 1
             with torch.no_grad():
                 y: torch.Tensor = self.layer(ones.to(torch.float32))
@@ -153,6 +157,13 @@ class SpikeProduct:
             self._sparse = backend if self.record.reason is None else None
             self._live = live
         return live
+
+
+def _is_binary(x: torch.Tensor, count: int) -> bool:
+    """Return whether an x of so many numbers beside 0 is of 0 and 1, by its bits: no temporary of its size is made."""
+    bits = x.view(torch.int32)
+    low, high = torch.aminmax(bits)
+    return int(low) >= 0 and int(high) <= _ONE and int(bits.sum()) == count * _ONE
 
 
 def _reason(registry: Registry, backend: Any, live: LiveLayer) -> str | None:

@@ -67,6 +67,14 @@ def test_rare_spikes_run_sparsely_and_many_densely(bias: bool) -> None:
     assert report.to_dict()["spikes"][0]["sparse"] == 4
 
 
+def test_a_negative_zero_is_a_zero() -> None:
+    """Both zeros stand for no spike."""
+    layer = layer_of(Spikes())
+    x = torch.zeros(2, K)
+    x[0, 3], x[1] = 1, -0.0
+    torch.testing.assert_close(SpikeProduct(layer)(x), layer(x).detach())
+
+
 def test_events_are_the_columns_of_spikes() -> None:
     """Columns in any order give what the rows of 0 and 1 give, rare or not, rows without a spike included."""
     layer = layer_of(Spikes())
@@ -116,6 +124,9 @@ def test_wrong_numbers_are_found_before_the_first_use(harm: Callable[[torch.Tens
         (torch.zeros(2, K, dtype=torch.float64), "0 and 1"),
         (torch.full((2, K), 0.5), "0 and 1 alone"),
         (torch.full((2, K), torch.nan), "0 and 1 alone"),
+        (torch.eye(2, K) * (1 - 2**-24), "0 and 1 alone"),
+        (torch.eye(2, K) * 2 - torch.eye(2, K)[[1, 0]] * 1e-30, "0 and 1 alone"),
+        (torch.eye(2, K) * -1, "0 and 1 alone"),
         (torch.zeros(2, K, requires_grad=True), "without gradients"),
         ([0, 1], "0 and 1"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_snn.sparse import SparseProjection
+from q4_snn import SparseProjection
 
 SOURCES, TARGETS, SYNAPSES = 30, 50, 700
 

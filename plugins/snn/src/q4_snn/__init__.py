@@ -7,6 +7,7 @@ from q4_snn.network import Network, NetworkState, NonFiniteStateError, Populatio
 from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF
 from q4_snn.nir import NirError, from_nir, read_nir, to_nir, write_nir
 from q4_snn.plugin import q4_layers
+from q4_snn.sparse import SparseProjection
 from q4_snn.stdp import STDP
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "NonFiniteStateError",
     "Population",
     "Projection",
+    "SparseProjection",
     "from_nir",
     "q4_layers",
     "read_nir",
