@@ -7,7 +7,7 @@ touches no device and no network.
 import sys
 from typing import TYPE_CHECKING
 
-from q4core import errors, memory, programs
+from q4core import errors, memory, programs, spikes
 from q4core.backend import (
     API_VERSION,
     EVERY_FORMAT,
@@ -245,6 +245,7 @@ __all__ = [
     "resolve_levels",
     "save_checkpoint",
     "select",
+    "spikes",
     "unpack_codes",
     "using",
     "validate",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-PUBLIC_MODULES = {"q4core", "q4core.memory", "q4core.plugin_api", "q4core.programs"}
+PUBLIC_MODULES = {"q4core", "q4core.memory", "q4core.plugin_api", "q4core.programs", "q4core.spikes"}
 """What may be imported from: the face itself, and the submodules that the guide documents."""
 CORE_MAY_IMPORT = {"q4core", "torch", "attrs", "pluggy", "structlog", "safetensors", *sys.stdlib_module_names}
 REFERENCE = "q4_dequant_fallback"
