@@ -1,7 +1,7 @@
 """Run every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
-[waiting] [embeddings] [microcircuit]``.
+[waiting] [embeddings] [microcircuit] [snn]``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks import (
     opening,
     overhead,
     precision,
+    spiking,
     threads,
     waiting,
 )
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "waiting": waiting.main,
     "embeddings": embeddings.main,
     "microcircuit": microcircuit.main,
+    "snn": spiking.main,
 }
 
 
