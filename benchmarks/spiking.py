@@ -37,7 +37,7 @@ def _ours(weight: torch.Tensor, session: q4.Session) -> tuple[Network, q4.Q4Line
 
 def _theirs(weight: torch.Tensor) -> Callable[[torch.Tensor], object] | None:
     try:
-        import snntorch  # type: ignore[import-not-found]  # noqa: PLC0415  # not everywhere
+        import snntorch  # noqa: PLC0415  # not everywhere
     except ImportError:
         print("snntorch is not installed: only q4-snn is measured")
         return None

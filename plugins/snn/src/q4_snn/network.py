@@ -65,10 +65,6 @@ class Population(nn.Module):
         found: tuple[torch.Tensor, ...] = self.neuron(x, *state)
         return found
 
-    def extra_repr(self) -> str:
-        """Return what torch prints."""
-        return f"{self.name}, {self.size}"
-
 
 class Synapses(Protocol):
     """What a network asks of a projection; every ``nn.Module`` that has it may be one."""
@@ -166,10 +162,6 @@ class Projection(nn.Module):
         if self.is_binary and not torch.is_grad_enabled():
             return event_product(self.synapses)
         return self
-
-    def extra_repr(self) -> str:
-        """Return what torch prints."""
-        return f"{self.name}, delay={self.delay}"
 
 
 def event_product(synapses: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
