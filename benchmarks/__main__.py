@@ -1,7 +1,7 @@
 """Run every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
-[waiting] [embeddings] [microcircuit] [snn]``.
+[waiting] [embeddings] [actors] [microcircuit] [snn]``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from benchmarks import (
+    actors,
     certify,
     cpu,
     embeddings,
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "certify": certify.main,
     "waiting": waiting.main,
     "embeddings": embeddings.main,
+    "actors": actors.main,
     "microcircuit": microcircuit.main,
     "snn": spiking.main,
 }

@@ -13,7 +13,6 @@ It needs scikit-learn (the data), matplotlib and rich: pip install "q4core[examp
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import math
 import random
@@ -22,21 +21,33 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from snn_crew import Crew, Plan
 from snn_network import DIGITS, FORMAT, HIDDEN, SIZE, SOURCES, input_spikes, integrate, train
 from snn_picture import draw
 from train_ste import digits
 
 import q4core as q4
-from q4_actors import MutableTensor, SharedMutableTensor
+from q4_actors import Actor, ActorSystem, MutableTensor
 
+Tensors = dict[str, torch.Tensor]
+States = dict[str, MutableTensor]
+MAX_RESTARTS = 64
 MEMBRANE, COUNT, SPIKES = 0, 1, 2  # in a state: potentials, spikes so far, spikes of even steps and of odd ones
+
+
+class Plan(NamedTuple):
+    """How long to run, with how many actors of which kind, how many of them to kill, and how unsteady they are."""
+
+    steps: int = 40
+    actors: int = 4
+    processes: bool = False
+    kills: int = 0
+    jitter: float = 0.0
 
 
 class Population:
     """Leaky integrate-and-fire neurons, with their state and their synapses from each source."""
 
-    def __init__(self, name: str, masters: dict[str, torch.Tensor], states: dict[str, MutableTensor]) -> None:
+    def __init__(self, name: str, masters: Tensors, states: States) -> None:
         self.state, self.pixels = states[name], states["pixels"]
         session = q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact"))
         rows = masters["out"] if name == "out" else masters["hidden"].split(SIZE)[HIDDEN.index(name)]
@@ -58,18 +69,20 @@ class Population:
             state[COUNT] += state[SPIKES + step % 2]
 
 
-def act(index: int, plan: Plan, masters: dict[str, torch.Tensor], states: dict[str, MutableTensor]) -> None:
-    """Be an actor: advance its populations from wherever their states are, and tell what was copied."""
-    torch.set_num_threads(1)
-    populations = [Population(name, masters, states) for name in plan.names(index)]
-    for step in range(1, plan.steps + 1):
-        for one in populations:
+class Worker(Actor):
+    """Advances its populations from wherever their states are."""
+
+    def __init__(self, names: tuple[str, ...], jitter: float, masters: Tensors, states: States) -> None:
+        self.populations, self.jitter = [Population(name, masters, states) for name in names], jitter
+
+    def on_receive(self, step: int) -> float:
+        """Do a step, and tell how many bytes an update has copied."""
+        for one in self.populations:
             if one.state.version < step:  # else a killed forerunner has done it
-                time.sleep(random.random() * plan.jitter)  # noqa: S311  # no secret
+                time.sleep(random.random() * self.jitter)  # noqa: S311  # no secret
                 one.advance(step)
-    stats = [one.state.stats() for one in populations]
-    with states["copied"].write(wait=True) as total:
-        total.add_(sum(one.bytes_copied / max(1, one.writes) for one in stats))
+        stats = [one.state.stats() for one in self.populations]
+        return sum(one.bytes_copied / max(1, one.writes) for one in stats)
 
 
 class Outcome(NamedTuple):
@@ -89,33 +102,35 @@ class Outcome(NamedTuple):
         return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:16]
 
 
-def simulate(masters: dict[str, torch.Tensor], images: torch.Tensor, plan: Plan) -> Outcome:
+def simulate(masters: Tensors, images: torch.Tensor, plan: Plan) -> Outcome:
     """Show the images [M, 64] to actors, step by step, and write down what image 0 does."""
     sizes = {name: [4, len(images), DIGITS if name == "out" else SIZE] for name in SOURCES}
-    sizes |= {"pixels": [1, len(images), SIZE], "copied": [1]}
+    sizes |= {"pixels": [1, len(images), SIZE]}
     trace = torch.zeros(2, plan.steps, SIZE * len(HIDDEN) + DIGITS)
     fatal = {plan.steps * (kill + 1) // (plan.kills + 1) for kill in range(plan.kills)}
-    make = SharedMutableTensor if plan.processes else MutableTensor
-    with contextlib.ExitStack() as stack:
-        states = {name: stack.enter_context(make(torch.zeros(size), name=name)) for name, size in sizes.items()}
-        crew, killed = Crew(act, plan, masters, states), 0
+    runtime = "processes" if plan.processes else "threads"
+    with ActorSystem(runtime, restarts=min(MAX_RESTARTS, plan.kills)) as system:
+        states = {name: system.mutable(torch.zeros(size), name=name) for name, size in sizes.items()}
+        names = [tuple(SOURCES)[index :: plan.actors] for index in range(plan.actors)]
+        workers = [system.spawn(Worker, own, plan.jitter, masters, states) for own in names]
         for step in range(1, plan.steps + 1):
             states["pixels"].replace(input_spikes(images, -step)[None])
+            for worker in workers:
+                worker.tell(step)
             if step in fatal:
-                killed += crew.kill_one(step)
+                random.choice(workers).kill()  # noqa: S311  # no secret
             for name, part in zip(SOURCES, trace.split(SIZE, 2), strict=True):
                 while not states[name].wait(step, timeout=0.1):
-                    crew.replace_killed(step)
+                    system.check()  # whether somebody failed for good
                 with states[name].read() as seen:
                     part[:, step - 1] = seen.tensor[[MEMBRANE, SPIKES + step % 2], 0]
             if step == 1:
                 started = time.perf_counter()  # everybody is there
         seconds = (time.perf_counter() - started) / (plan.steps - 1)
-        for worker in crew.workers:
-            worker.join()
-        copied = states["copied"].snapshot().tensor.item() + states["pixels"].stats().bytes_copied / plan.steps
+        copied = sum(worker.ask(plan.steps) for worker in workers)
+        copied += states["pixels"].stats().bytes_copied / plan.steps
         last = {name: states[name].snapshot().tensor for name in SOURCES}
-        return Outcome(last, trace[0], trace[1], seconds, copied, killed)
+        return Outcome(last, trace[0], trace[1], seconds, copied, len(fatal))
 
 
 def main() -> None:

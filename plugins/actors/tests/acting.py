@@ -16,7 +16,15 @@ from q4_actors import Actor
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
+
     from q4_actors import ActorRef, MutableTensor
+
+
+def actor_events(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
+    """Return the events of actors that were logged, with their fields."""
+    found = [record for record in caplog.records if getattr(record, "q4_event", "").startswith("q4.actor.")]
+    return [(vars(record)["q4_event"].removeprefix("q4.actor."), vars(record)["q4_fields"]) for record in found]
 
 
 class Echo(Actor):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from acting import Layered
+from acting import Layered, actor_events
 
 import q4core as q4
 from q4_actors import ActorSystem, share
-from q4core.diagnostics import events as diagnostics
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are for Linux")
 
@@ -26,20 +21,6 @@ def layer() -> q4.Q4Linear:
     torch.manual_seed(0)
     weight = q4.quantize(torch.randn(512, 1024), "nf4")
     return q4.Session(q4.SessionConfig(device="cpu")).linear(weight, torch.randn(512), name="shared")
-
-
-@pytest.fixture
-def prepared() -> Iterator[list[dict[str, Any]]]:
-    """Return what events tell of weights that were prepared anew."""
-    found: list[dict[str, Any]] = []
-
-    def hear(event: str, fields: dict[str, Any]) -> None:
-        if event == "q4.actor.prepared":
-            found.append(fields)
-
-    diagnostics.observe(hear)
-    yield found
-    diagnostics.unobserve(hear)
 
 
 @pytest.mark.parametrize("runtime", ["threads", "processes"])
@@ -69,10 +50,10 @@ def test_actors_share_a_large_weight() -> None:
     x = torch.randn(1, 1024)
     with ActorSystem("processes") as system:
         weight = system.share(large, canonical=False)
-        small = system.share(q4.quantize(torch.randn(64, 64), "nf4"))
+        small = system.share(blocks, canonical=False)  # what a process needs once is not the large one's
         refs = [system.spawn(Layered, small, name=f"a{index}") for index in range(4)]
         for ref in refs:
-            ref.ask(torch.randn(1, 64), timeout=60.0)
+            ref.ask(x, timeout=60.0)
         before = system.memory_report()
         for ref in refs:
             ref.ask(("take", weight, x), timeout=60.0)
@@ -82,15 +63,16 @@ def test_actors_share_a_large_weight() -> None:
         assert all(after[name].shared_bytes - before[name].shared_bytes > 0.9 * weight.nbytes for name in after)
 
 
-def test_other_backend_prepares_anew(layer: q4.Q4Linear, prepared: list[dict[str, Any]]) -> None:
+def test_other_backend_prepares_anew(layer: q4.Q4Linear, caplog: pytest.LogCaptureFixture) -> None:
     """Where another backend serves, the weight is prepared from its canonical form, and an event says why."""
     x = torch.randn(3, 1024)
     weight = share(layer)
     with q4.Session(q4.SessionConfig(compute_path="dequant_matmul_only")) as session:
         other = weight.layer(session, name="other")
         assert torch.allclose(other(x), layer(x), rtol=0.05, atol=0.5)
-        assert prepared[0]["layer"] == "other"
-        assert "can't be taken up here" in prepared[0]["why"]
+        (told,) = [fields for event, fields in actor_events(caplog) if event == "prepared"]
+        assert told["layer"] == "other"
+        assert "can't be taken up here" in told["why"]
         lone = share(layer, canonical=False)
         with pytest.raises(q4.LifecycleError, match="can't be taken up here"):
             lone.layer(session)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from acting import Echo, Friend, Starting, Stepper, Unsendable
+from acting import Echo, Friend, Starting, Stepper, Unsendable, actor_events
 
 import q4core as q4
 from q4_actors import (
@@ -30,10 +31,11 @@ from q4_actors import (
     MutableTensor,
     SharedMutableTensor,
 )
-from q4core.diagnostics import events as diagnostics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from q4_actors import ActorRef
 
 LINUX = sys.platform == "linux"
 RUNTIMES = ["threads", *(["processes"] if LINUX else [])]
@@ -55,17 +57,10 @@ def system(runtime: str) -> Iterator[ActorSystem]:
 
 
 @pytest.fixture
-def heard() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Return the events of actors."""
-    found: list[tuple[str, dict[str, Any]]] = []
-
-    def hear(event: str, fields: dict[str, Any]) -> None:
-        if event.startswith("q4.actor."):
-            found.append((event.removeprefix("q4.actor."), fields))
-
-    diagnostics.observe(hear)
-    yield found
-    diagnostics.unobserve(hear)
+def heard(caplog: pytest.LogCaptureFixture) -> Callable[[], list[tuple[str, dict[str, Any]]]]:
+    """Return a function that gives the events of actors so far."""
+    caplog.set_level(logging.DEBUG, logger="q4core")
+    return lambda: actor_events(caplog)
 
 
 def until(check: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -122,16 +117,16 @@ def test_exception_of_an_ask(system: ActorSystem) -> None:
     assert ref.ask("count", timeout=20.0) == 3
 
 
-def test_failure_restarts(system: ActorSystem, heard: list[tuple[str, dict[str, Any]]]) -> None:
+def test_failure_restarts(system: ActorSystem, heard: Callable[[], list[tuple[str, dict[str, Any]]]]) -> None:
     """An exception in a tell restarts the actor, and events tell of it."""
     ref = system.spawn(Echo, name="fragile")
     ref.tell(("raise", "by a tell"))
     assert ref.ask("count", timeout=20.0) == 1
     ref.stop(timeout=20.0)
-    until(lambda: "stopped" in [event for event, _ in heard])
-    assert [event for event, _ in heard] == ["started", "failed", "restarted", "started", "stopped"]
-    assert all(fields["actor"] == "fragile" for _, fields in heard)
-    assert "by a tell" in heard[1][1]["error"]
+    until(lambda: "stopped" in [event for event, _ in heard()])
+    assert [event for event, _ in heard()] == ["started", "failed", "restarted", "started", "stopped"]
+    assert all(fields["actor"] == "fragile" for _, fields in heard())
+    assert "by a tell" in heard()[1][1]["error"]
     system.check()
 
 
@@ -224,7 +219,7 @@ def steps(
     runtime: str, folder: Path, *, half: bool = False, resume: Path | None = None, fatal: tuple[int, ...] = ()
 ) -> torch.Tensor:
     """Run two actors that read each other for 20 steps, or half of them, with some that are killed."""
-    with ActorSystem(runtime, resume=resume, restarts=8) as system:
+    with ActorSystem(runtime, resume=resume, restarts=64) as system:
         states = [system.mutable(torch.arange(8.0) + index, name=f"s{index}") for index in range(2)]
         dies = system.mutable(torch.zeros(32, dtype=torch.uint8), name="dies", mode="in_place") if fatal else None
         refs = [system.spawn(Stepper, states[index], states[1 - index], fatal, dies) for index in range(2)]
@@ -247,12 +242,31 @@ def test_same_bits_everywhere(runtime: str, tmp_path: Path) -> None:
 
 
 @only_processes
-def test_killed_actors_change_nothing(tmp_path: Path, heard: list[tuple[str, dict[str, Any]]]) -> None:
+def test_killed_actors_change_nothing(tmp_path: Path, heard: Callable[[], list[tuple[str, dict[str, Any]]]]) -> None:
     """Actors that are killed within their updates are replaced, handle that message again, and the bits agree."""
     expected = steps("threads", tmp_path)
     assert torch.equal(steps("processes", tmp_path, fatal=(3, 4, 9, 15)), expected)
-    assert [event for event, _ in heard].count("failed") == 4
-    assert "exit code -9" in next(fields["error"] for event, fields in heard if event == "failed")
+    assert [event for event, _ in heard()].count("failed") == 4
+    assert "exit code -9" in next(fields["error"] for event, fields in heard() if event == "failed")
+
+
+@only_processes
+@pytest.mark.soak
+def test_many_kills(tmp_path: Path, heard: Callable[[], list[tuple[str, dict[str, Any]]]]) -> None:
+    """After twenty kills, one within each step, the bits are the same."""
+    expected = steps("threads", tmp_path)
+    assert torch.equal(steps("processes", tmp_path, fatal=tuple(range(1, 21))), expected)
+    assert [event for event, _ in heard()].count("failed") == 20
+
+
+@only_processes
+def test_server_has_one_thread() -> None:
+    """Processes are forked from a server without threads, which has imported what they need."""
+    with ActorSystem("processes") as system:
+        status = Path(f"/proc/{system.spawn(Echo).ask('pid', timeout=60.0)}/status").read_text(encoding="ascii")
+        (parent,) = [line.split()[1] for line in status.splitlines() if line.startswith("PPid:")]
+        assert parent != str(os.getpid())
+        assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
 
 
 @only_processes
@@ -340,7 +354,9 @@ if __name__ == "__main__":
 
 
 @only_processes
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL], ids=lambda number: number.name
+)
 def test_end_of_the_parent(number: signal.Signals, tmp_path: Path) -> None:
     """After Ctrl-C, or when the parent is killed, no process, mailbox or shared memory is left."""
     script = tmp_path / "script.py"
@@ -460,3 +476,28 @@ def test_events_are_logged(system: ActorSystem, caplog: pytest.LogCaptureFixture
         ref.tell(("raise", "for the log"))
         ref.ask(1, timeout=20.0)
         until(lambda: any("q4.actor.failed" in line and "actor=logged" in line for line in caplog.messages))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_examples_of_the_page(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page about actors shows runs, on threads, and a checkpoint of it is there."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "actors.md").read_text(encoding="utf-8")
+    snippet = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[number].replace('"processes")', '"threads")')
+    exec(snippet, {"__name__": "__main__"})  # noqa: S102  # our own
+    assert [item.name for item in tmp_path.iterdir()] == ([] if number else ["counter.pt"])
+
+
+def test_block_that_fails(runtime: str) -> None:
+    """An exception in the block stops the actors at once, and is what comes out."""
+    refs: list[ActorRef] = []
+
+    def fail(system: ActorSystem) -> None:
+        refs.append(system.spawn(Echo))
+        refs[0].ask(1, timeout=60.0)
+        refs[0].tell(("sleep", 3))
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"), ActorSystem(runtime) as made:
+        fail(made)
+    assert not refs[0].is_alive()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -15,12 +15,8 @@ from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableSequence
 
-    import torch
-
     from q4_actors.memory_report import ActorMemory
-    from q4_actors.sharing import SharedWeight
-    from q4_actors.tensor import MutableTensor
-    from q4core import PackedWeight, Q4Linear, SessionConfig
+    from q4core import SessionConfig
 
     Report = Callable[..., None]
     """``report(event, level=…, **fields)``: sends ``q4.actor.<event>``."""
@@ -176,22 +172,6 @@ class Options:
     mailbox: int
     restarts: int
     window: float
-
-
-class Runtime(Protocol):
-    """What runs actors, and holds what they share."""
-
-    def spawn(self, spec: Spec) -> ActorRef:
-        """Start an actor."""
-
-    def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> MutableTensor:
-        """Return a tensor that the actors share."""
-
-    def share(self, what: Q4Linear | PackedWeight, *, canonical: bool) -> SharedWeight:
-        """Return a weight that the actors share."""
-
-    def close(self) -> None:
-        """Let go of what the runtime itself holds."""
 
 
 class RestartLimit:

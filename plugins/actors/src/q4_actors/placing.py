@@ -16,7 +16,7 @@ from q4core.plugin_api import emit, resolve_device
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["mutable"]
+__all__ = ["mutable", "refuse_required"]
 
 
 def mutable(  # noqa: PLR0913  # the options of one call
@@ -74,3 +74,11 @@ def mutable(  # noqa: PLR0913  # the options of one call
     made.placement = decision
     emit("q4.actor.mutable", tensor=name, mode=wanted.value, device=str(made.device), **attrs.asdict(decision))
     return made
+
+
+def refuse_required(name: str, unified_memory: q4.UnifiedMemoryPolicy | str | None) -> None:
+    """Refuse a policy that requires memory which processes can't share."""
+    config = q4.resolve_config(q4.SessionConfig(unified_memory=unified_memory))
+    if config.unified_memory is q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED:
+        text = f"mutable tensor {name!r} can't lie in unified memory: that belongs to one process"
+        raise q4.UnifiedMemoryError(text, hint='Use runtime="threads", or ask for prefer_unified.')

@@ -43,6 +43,7 @@ from q4_actors.mailbox import (
     dumps,
 )
 from q4_actors.memory_report import memory_of
+from q4_actors.placing import refuse_required
 from q4_actors.shared import SharedMutableTensor
 from q4_actors.sharing import InSegment, SharedWeight, share_by
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from q4_actors.actor import Report
     from q4_actors.memory_report import ActorMemory
 
-__all__ = ["ProcessRef", "Processes", "shared_tensor"]
+__all__ = ["ProcessRef", "Processes"]
 
 _EVENTS_ROOM = 64
 _NUMBERS = itertools.count(secrets.randbits(40))
@@ -97,7 +98,7 @@ class ProcessRef(ActorRef):
 
     def tell(self, message: Any, *, timeout: float | None = None) -> None:
         """Send a message; see ``ActorRef.tell``."""
-        self._send(TELL, self._packed(message), None if timeout is None else time.monotonic() + timeout)
+        self._send(TELL, message, None if timeout is None else time.monotonic() + timeout)
 
     def ask(self, message: Any, *, timeout: float | None = None) -> Any:
         """Send a message and return the answer; see ``ActorRef.ask``."""
@@ -106,7 +107,7 @@ class ProcessRef(ActorRef):
         boxes = vars(_HERE).setdefault("boxes", {})
         box = boxes.get(self._post.folder) or boxes.setdefault(self._post.folder, _ReplyBox(self._post))
         number, deadline = next(_NUMBERS), None if timeout is None else time.monotonic() + timeout
-        self._send(ASK, self._packed(message), deadline, number=number, reply=box.name)
+        self._send(ASK, message, deadline, number=number, reply=box.name)
         while True:
             left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
             is_dead = self.page.state == DEAD  # looked at before the box: what it answered is there by now
@@ -171,10 +172,8 @@ class ProcessRef(ActorRef):
         """Pickle as a reference to the same actor."""
         return _attached, (str(self._post.folder), self._number, self.name, self._room)
 
-    def _packed(self, message: Any) -> bytes:
-        return dumps(f"a message to actor {self.name!r}", message)
-
-    def _send(self, kind: int, body: bytes, deadline: float | None, **options: Any) -> None:
+    def _send(self, kind: int, message: Any, deadline: float | None, **options: Any) -> None:
+        body = dumps(f"a message to actor {self.name!r}", message)
         while True:
             if self.page.state != LIVE:
                 raise dead_error(self.name, self.page.why)
@@ -293,7 +292,7 @@ class Processes:
         self._post = Post()
         self._events = self._post.make_box("events", _EVENTS_ROOM)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["__main__", "q4_actors.processes"])  # by the server, once
+        self._context.set_forkserver_preload(["__main__", "q4_actors.preload"])  # by the server, once
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.RLock()
         self._is_closing = False
@@ -313,13 +312,16 @@ class Processes:
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 text = f"actor {spec.name!r} can't be sent to a process: {error}"
                 raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
+            except (OSError, EOFError) as error:
+                raise ActorError(f"actor {spec.name!r} gets no process: {describe_exception(error)}") from error
             self._workers[number] = worker
         self._wake()
         return worker.ref
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> SharedMutableTensor:
-        """Return a tensor in shared memory; options of ``shared_tensor``."""
-        made = shared_tensor(tensor, name, version, **options)
+        """Return a tensor in shared memory."""
+        refuse_required(name, options.pop("unified_memory", None))
+        made = SharedMutableTensor(tensor, name=name, version=version, **options)
         self._note_segment(made.segment)
         return made
 
@@ -404,8 +406,7 @@ class Processes:
             error = f"its process ended with exit code {worker.process.exitcode}"
             if page.state == LIVE:
                 self._report("failed", level=logging.WARNING, actor=name, error=error)
-                limit = RestartLimit(self._options.window, page.times[: self._options.restarts])
-                if limit.allows():
+                if RestartLimit(self._options.window, page.times[: self._options.restarts]).allows():
                     self._report("restarted", level=logging.WARNING, actor=name)
                     worker.process.close()
                     try:
@@ -435,19 +436,3 @@ class Processes:
                 error = dead_error(worker.spec.name, worker.ref.page.why)
                 with contextlib.suppress(BrokenPipeError):
                     self._post.send(frame.reply, WRONG, pickle.dumps(error), number=frame.number)
-
-
-def shared_tensor(
-    tensor: torch.Tensor,
-    name: str,
-    version: int,
-    *,
-    unified_memory: q4.UnifiedMemoryPolicy | str | None = None,
-    **options: Any,
-) -> SharedMutableTensor:
-    """Return a tensor in shared memory, unless a policy requires memory that processes can't share."""
-    config = q4.resolve_config(q4.SessionConfig(unified_memory=unified_memory))
-    if config.unified_memory is q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED:
-        text = f"mutable tensor {name!r} can't lie in unified memory: that belongs to one process"
-        raise q4.UnifiedMemoryError(text, hint='Use runtime="threads", or ask for prefer_unified.')
-    return SharedMutableTensor(tensor, name=name, version=version, **options)

@@ -86,9 +86,8 @@ class _Host:
 class RayRef(ActorRef):
     """An actor that Ray runs, as any process of the cluster holds it."""
 
-    def __init__(self, name: str, handle: Any, room: int, birthplace: str) -> None:
-        self.name, self._handle, self._room, self._birthplace = name, handle, room, birthplace
-        self._why = ""
+    def __init__(self, name: str, handle: Any, room: int) -> None:
+        self.name, self._handle, self._room, self._why = name, handle, room, ""
 
     def tell(self, message: Any, *, timeout: float | None = None) -> None:
         """Send a message; see ``ActorRef.tell``."""
@@ -112,9 +111,6 @@ class RayRef(ActorRef):
 
     def stop(self, *, timeout: float | None = None) -> None:
         """End it; see ``ActorRef.stop``."""
-        if self._birthplace != _here():
-            self.begin_stop()
-            return
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self._handle.stop.remote(), timeout=timeout)
         self._why = self._why or "it was stopped"
@@ -235,7 +231,7 @@ class RayRuntime:
             text = f"actor {spec.name!r} can't be sent to a process: {describe_exception(error)}"
             raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
         self._handles.append(handle)
-        return RayRef(spec.name, handle, self._options.mailbox, _here())
+        return RayRef(spec.name, handle, self._options.mailbox)
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> RayTensor:
         """Return a tensor that one of Ray's actors keeps, and its object store hands out."""
@@ -267,11 +263,6 @@ def _host() -> Any:
     for name in ("status", "memory"):
         setattr(_Host, name, ray.method(concurrency_group="control")(getattr(_Host, name)))
     return ray.remote(concurrency_groups={"control": 1})(_Host)
-
-
-def _here() -> str:
-    """Return which process of the cluster this is."""
-    return str(ray.get_runtime_context().get_worker_id())
 
 
 def _cause_of(name: str, error: Any) -> BaseException:

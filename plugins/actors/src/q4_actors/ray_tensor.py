@@ -17,6 +17,7 @@ import torch
 
 import q4core as q4
 from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
+from q4_actors.placing import refuse_required
 from q4_actors.snapshot import MutableStats, Snapshot
 from q4_actors.tensor import MutableTensor
 
@@ -45,7 +46,7 @@ class _State:
 
 
 class Hub:
-    """One of Ray's actors for each system: the newest version of each tensor, whose turn it is, and what is reported."""
+    """One of Ray's actors for each system: the newest version of each tensor, whose turn it is, and all events."""
 
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
@@ -143,6 +144,7 @@ class RayTensor(MutableTensor):
 
     def __init__(self, hub: Any, name: str, form: tuple[torch.dtype, tuple[int, ...]]) -> None:
         self._hub, self._name, self._form, self._is_closed = hub, name, form, False
+        self._mode = MutableMode.VERSIONED
 
     @classmethod
     def create(  # noqa: PLR0913  # the options of one call
@@ -159,20 +161,12 @@ class RayTensor(MutableTensor):
         label = label_of(name)
         if to_mode(label, mode) is not MutableMode.VERSIONED:
             raise q4.ConfigError(label, name="mode", rule="'versioned' on Ray", value=mode)
-        config = q4.resolve_config(q4.SessionConfig(unified_memory=unified_memory))
-        if config.unified_memory is q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED:
-            text = f"{label} can't lie in unified memory: that belongs to one process"
-            raise q4.UnifiedMemoryError(text, hint='Use runtime="threads", or ask for prefer_unified.')
+        refuse_required(name, unified_memory)
         check_content(label, tensor, copy=True)
         if tensor.device.type != "cpu":
             raise q4.InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
         ray.get(hub.add.remote(name, _sent(tensor), version))
         return cls(hub, name, (tensor.dtype, tuple(tensor.shape)))
-
-    @property
-    def mode(self) -> MutableMode:
-        """``VERSIONED``."""
-        return MutableMode.VERSIONED
 
     @property
     def shape(self) -> torch.Size:
@@ -209,11 +203,7 @@ class RayTensor(MutableTensor):
         return self._is_closed
 
     def stats(self) -> MutableStats:
-        """Refuse: Ray's dashboard counts.
-
-        Raises:
-            LifecycleError: Always.
-        """
+        """Raise a ``LifecycleError``: Ray's dashboard counts."""
         raise q4.LifecycleError(f"{label_of(self._name)} keeps no counts; Ray's dashboard does")
 
     def read(self, *, timeout: float | None = None, device: str | None = None) -> Any:
@@ -244,11 +234,7 @@ class RayTensor(MutableTensor):
             content.copy_(source)
 
     def reset(self, tensor: torch.Tensor | None = None, *, timeout: float | None = None) -> None:  # noqa: ARG002  # the contract's
-        """Refuse: it is never poisoned.
-
-        Raises:
-            LifecycleError: Always.
-        """
+        """Raise a ``LifecycleError``: it is never poisoned."""
         raise q4.LifecycleError(f"{label_of(self._name)} is not poisoned")
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["Held", "InSegment", "SharedWeight", "forms_of", "from_flat", "share", "share_by", "to_flat"]
 
 _ALIGNMENT = 64  # what adopting a prepared layer asks for
-
-
-class Tensors(Protocol):
-    """Where the tensors of a shared weight are."""
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return them as they lie, not to be written to."""
-
-    def close(self) -> None:
-        """Let them go."""
 
 
 class SharedWeight:
@@ -48,7 +38,7 @@ class SharedWeight:
         header: dict[str, Any],
         spec: str | None,
         has_bias: bool,  # noqa: FBT001  # as all of them
-        where: Tensors,
+        where: Any,
         nbytes: int,
     ) -> None:
         self._header, self._spec, self._has_bias, self._where = header, spec, has_bias, where
@@ -115,11 +105,9 @@ class InSegment:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._forms, total = forms_of(tensors)
-        self._made: Segment | None = Segment.create(
-            "shared weight",
-            Form(MutableMode.IN_PLACE, torch.uint8, (total,), 1),
-            torch.zeros((), dtype=torch.uint8, device="cpu").expand(total),
-        )
+        form = Form(MutableMode.IN_PLACE, torch.uint8, (total,), 1)
+        zeros = torch.zeros((), dtype=torch.uint8, device="cpu").expand(total)
+        self._made: Segment | None = Segment.create("shared weight", form, zeros)
         self.name = self._made.name
         to_flat(tensors, self._made.slots[0])
 
@@ -171,7 +159,7 @@ def from_flat(flat: torch.Tensor, forms: Iterable[tuple[int, torch.dtype, tuple[
 
 
 def share_by(
-    make: Callable[[list[torch.Tensor]], Tensors], what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool
+    make: Callable[[list[torch.Tensor]], Any], what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool
 ) -> SharedWeight:
     """Return a weight whose tensors ``make`` puts somewhere; see ``share``."""
     if isinstance(what, q4.PackedWeight):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import q4core as q4
 from q4_actors import checkpoints
-from q4_actors.actor import MAX_RESTARTS, Actor, ActorRef, Options, Runtime, Spec
+from q4_actors.actor import MAX_RESTARTS, Actor, ActorRef, Options, Spec
 from q4_actors.errors import ActorDeadError, ActorError
 from q4_actors.threads import Threads
 from q4core.plugin_api import emit
@@ -115,7 +115,7 @@ class ActorSystem:
             hint = "Stop the other one first, or take another name."
             is_free = label not in self._actors or not self._actors[label].is_alive()
             _require("name", label, "one that no live actor has", is_met=is_free, hint=hint)
-            ref = self._runtime.spawn(Spec(kind, args, named, label, config))
+            ref: ActorRef = self._runtime.spawn(Spec(kind, args, named, label, config))
             self._actors[label] = ref
             return ref
 
@@ -164,7 +164,8 @@ class ActorSystem:
                 checkpoints.check_fits(name, kept, tensor, options.get("mode"))
                 tensor, version = kept.tensor.to(tensor.device), kept.version
                 options["mode"] = kept.mode
-            made = self._tensors[name] = self._runtime.mutable(tensor, name, version, **options)
+            made: MutableTensor = self._runtime.mutable(tensor, name, version, **options)
+            self._tensors[name] = made
             return made
 
     def share(self, what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool = True) -> SharedWeight:
@@ -184,7 +185,7 @@ class ActorSystem:
         """
         with self._lock:
             self._require_open()
-            made = self._runtime.share(what, canonical=canonical)
+            made: SharedWeight = self._runtime.share(what, canonical=canonical)
             self._weights.append(made)
             return made
 
@@ -261,7 +262,11 @@ class ActorSystem:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop it; after an exception, at once."""
-        self.stop(timeout=None if kind is None else 1.0)
+        try:
+            self.stop(timeout=None if kind is None else 1.0)
+        except ActorError:
+            if kind is None:
+                raise
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -269,16 +274,18 @@ class ActorSystem:
 
     def _report(self, event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
         """Send an event, and act on that of a death."""
-        emit(f"q4.actor.{event}", level=level, **fields)
+        with contextlib.suppress(q4.Q4PluginWarning):  # made an error; whoever supervises goes on
+            emit(f"q4.actor.{event}", level=level, **fields)
         if event == "dead":
             name, why = fields["actor"], fields["error"]
             self._dead = self._dead or ActorDeadError(f"actor {name!r} is dead: {why}", actor=name, why=why)
             if self._stops_all:
-                for ref in self.actors.values():
+                for ref in tuple(self._actors.values()):  # without the lock: a spawn may hold it, and wait for this
                     ref.begin_stop()
 
 
-def _make_runtime(runtime: str, options: Options, report: Report, ray_options: Mapping[str, Any] | None) -> Runtime:
+def _make_runtime(runtime: str, options: Options, report: Report, ray_options: Mapping[str, Any] | None) -> Any:
+    """Return what runs actors (``spawn``), and holds what they share (``mutable``, ``share``), until ``close``."""
     if runtime == "threads":
         return Threads(options, report)
     if runtime == "ray":

@@ -66,7 +66,6 @@ class MutableTensor:
         LifecycleError: It lies in memory that its provider took back, or where none can be had at this time.
     """
 
-    _sides: DualView | None = None
     placement: MemoryDecision | None = None
     """What a unified-memory policy made of it; set by ``q4_actors.mutable``."""
 

@@ -1,0 +1,19 @@
+"""What the server of processes imports once, so that actors start at once and have it together: plugins, too.
+
+Plugins are imported and nothing of them is called, so no device is touched before a fork. What is there is then kept
+from Python's garbage collector, which would write to its pages in each process and so make copies of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import q4_actors.processes  # noqa: F401  # for the processes
+import q4core as q4
+from q4core.plugin_api import PLUGIN_FAULTS
+
+with contextlib.suppress(*PLUGIN_FAULTS):  # told where they are used
+    q4.default_registry().records()
+gc.collect()
+gc.freeze()
