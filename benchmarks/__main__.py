@@ -1,7 +1,7 @@
 """Run every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
-[waiting] [embeddings] [actors] [microcircuit] [spikes] [transformers]``.
+[waiting] [embeddings] [actors] [microcircuit] [spikes] [snn] [transformers]``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks import (
     overhead,
     precision,
     spikes,
+    spiking,
     threads,
     waiting,
 )
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "microcircuit": microcircuit.main,
     "spikes": spikes.main,
     "transformers": huggingface.main,
+    "snn": spiking.main,
 }
 
 

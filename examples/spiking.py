@@ -36,7 +36,7 @@ class Classifier(nn.Module):
     ) -> None:
         super().__init__()
         self.encode = encode
-        pixels, out = Population("pixels", inputs), Population("out", CLASSES, LI(20e-3, dt=1e-3))
+        pixels, out = Population("pixels", inputs, spikes=True), Population("out", CLASSES, LI(20e-3, dt=1e-3))
         cells = Population("hidden", hidden, LIF(10e-3, dt=1e-3, surrogate=surrogate.fast_sigmoid(10.0)))
         projections = [Projection(pixels, cells, format=kind, bias=True), Projection(cells, out, format=kind)]
         self.network = Network([pixels, cells, out], projections)

@@ -27,7 +27,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="processes need Linux
 def network() -> Iterator[Network]:
     """Give a packed network with a cycle, delays, float synapses too, and a population that reads another twice."""
     torch.manual_seed(0)
-    pixels, a = Population("pixels", 40), Population("a", 64, LIF.from_beta(0.9))
+    pixels, a = Population("pixels", 40, spikes=True), Population("a", 64, LIF.from_beta(0.9))
     b, out = Population("b", 64, CubaLIF(1e-3, 5e-4, v_leak=0.1)), Population("out", 5, LI(1e-3))
     projections = [
         Projection(pixels, a, format="nf4", bias=True, delay=1),

@@ -38,12 +38,13 @@ class Population(nn.Module):
         name: Unlike every other in a network, without dots and slashes.
         size: How many neurons.
         neuron: How they compute; None for an input.
+        spikes: Whether an input gives zeros and ones alone, so that packed synapses may run by its spikes.
 
     Raises:
         ConfigError: The name or size is not legal, or the neuron's parameters are for another size.
     """
 
-    def __init__(self, name: str, size: int, neuron: Neuron | None = None) -> None:
+    def __init__(self, name: str, size: int, neuron: Neuron | None = None, *, spikes: bool = False) -> None:
         super().__init__()
         if not isinstance(name, str) or not name or {".", "/"} & {*name}:
             raise ConfigError("population", name="name", rule="a word without dots and slashes", value=name)
@@ -55,6 +56,7 @@ class Population(nn.Module):
         self.name = name
         self.size = size
         self.neuron = neuron
+        self.is_binary = spikes if neuron is None else isinstance(neuron, Spiking)
 
     def forward(self, x: torch.Tensor, state: tuple[torch.Tensor, ...] = ()) -> tuple[torch.Tensor, ...]:
         """Return what the neurons give, then their state, from their input [..., size] and the state before."""
@@ -62,10 +64,6 @@ class Population(nn.Module):
             return (x,)
         found: tuple[torch.Tensor, ...] = self.neuron(x, *state)
         return found
-
-    def extra_repr(self) -> str:
-        """Return what torch prints."""
-        return f"{self.name}, {self.size}"
 
 
 class Synapses(Protocol):
@@ -118,7 +116,7 @@ class Projection(nn.Module):
         if not isinstance(delay, int) or isinstance(delay, bool) or delay < 0:
             raise ConfigError(f"projection {self.name!r}", name="delay", rule="steps, 0 or more", value=delay)
         self.delay = delay
-        self.is_binary = isinstance(source.neuron, Spiking)
+        self.is_binary = source.is_binary
         self.synapses: nn.Module = (
             nn.Linear(source.size, target.size, bias)
             if format is None
@@ -164,10 +162,6 @@ class Projection(nn.Module):
         if self.is_binary and not torch.is_grad_enabled():
             return event_product(self.synapses)
         return self
-
-    def extra_repr(self) -> str:
-        """Return what torch prints."""
-        return f"{self.name}, delay={self.delay}"
 
 
 def event_product(synapses: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -281,15 +281,8 @@ class CubaLIF(Spiking, _Membrane):
         tau_mem: Time constant of the membrane in seconds, at least dt.
         tau_syn: Time constant of the synaptic current in seconds, at least dt.
         r: Resistance; None for tau_mem / dt.
-        v_leak: As of ``LIF``.
-        v_threshold: As of ``LIF``.
-        v_reset: As of ``LIF``.
         w_in: Weight of what comes in; None for tau_syn / dt, so that one unit of it adds 1 to the current in a step.
-        dt: Seconds of a step.
-        reset: As of ``LIF``; the membrane is reset, not the current.
-        threshold_inclusive: As of ``LIF``.
-        reset_delay: As of ``LIF``.
-        surrogate: As of ``LIF``.
+        reset: As of ``LIF``, as are all others; the membrane is reset, not the current.
 
     Raises:
         ConfigError: A parameter is not legal.
@@ -346,14 +339,7 @@ class IF(Spiking):
     """Integrate-and-fire neuron: ``dv/dt = r · i``, without a leak.
 
     Args:
-        r: Resistance; None for 1 / dt, so that one unit of current adds 1 in a step.
-        v_threshold: As of ``LIF``.
-        v_reset: As of ``LIF``.
-        dt: Seconds of a step.
-        reset: As of ``LIF``.
-        threshold_inclusive: As of ``LIF``.
-        reset_delay: As of ``LIF``.
-        surrogate: As of ``LIF``.
+        r: Resistance; None for 1 / dt, so that one unit of current adds 1 in a step. All others: as of ``LIF``.
 
     Raises:
         ConfigError: A parameter is not legal.
@@ -388,14 +374,7 @@ class ALIF(Spiking, _Membrane):
         tau_mem: As of ``LIF``.
         tau_adapt: Time constant of the threshold's rise in seconds, at least dt.
         adaptation: By how much a spike raises the threshold.
-        r: As of ``LIF``.
-        v_leak: As of ``LIF``.
-        v_threshold: Where the threshold is without spikes; a reset subtracts this much.
-        v_reset: As of ``LIF``.
-        dt: Seconds of a step.
-        reset: As of ``LIF``, within the step.
-        threshold_inclusive: As of ``LIF``.
-        surrogate: As of ``LIF``.
+        v_threshold: Where the threshold is without spikes; a reset subtracts this much. All others: as of ``LIF``.
 
     Raises:
         ConfigError: A parameter is not legal.
