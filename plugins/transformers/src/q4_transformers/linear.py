@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from q4core import Q4Linear
+from q4core import Q4Linear, WeightInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +30,12 @@ def dense_state_only() -> Iterator[None]:
         _DENSE_ONLY.reset(token)
 
 
+class _LoadedWeight(WeightInfo):
+    """Facts of a weight, marked for transformers: nothing is to be drawn at random for it."""
+
+    _is_hf_initialized = True
+
+
 class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers what is asked of one, and is none
     """A ``Q4Linear`` that is an ``nn.Linear``, too, and lenient about the dtype of x.
 
@@ -41,6 +47,13 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers wha
 
     stored_name: str | None = None
     """Name of the layer in the checkpoint that it came from."""
+
+    @property
+    def weight(self) -> WeightInfo:  # type: ignore[override]  # as above
+        """Shape, dtype and device, as ``Q4Linear.weight`` tells them."""
+        told = super().weight
+        facts = {name: getattr(told, name) for name in ("shape", "dtype", "device", "format", "nbytes", "spec", "read")}
+        return _LoadedWeight(**facts)
 
     def forward(
         self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None

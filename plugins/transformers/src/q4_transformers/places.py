@@ -17,7 +17,7 @@ from q4core import CheckpointError, ConfigError, Problem, SchemaError
 from q4core.plugin_api import FLOATS, closest_name, read_object
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from q4_transformers.config import Q4Config
     from q4core import Checkpoint
@@ -68,6 +68,10 @@ class Names:
             name, _ = rename_source_key(key, [], [], self._prefix, state)
         return str(name)
 
+    def is_float(self, name: str | None) -> bool:
+        """Return whether the model has a floating-point tensor of a name."""
+        return name in self._state and self._state[name].is_floating_point()
+
     def forms(self, key: str) -> set[str]:
         """Return every name under which transformers may report a tensor that it finds no place for."""
         name, _ = rename_source_key(key, self._renamings, self._converters)
@@ -106,10 +110,10 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[P
     """Return the place of every packed layer.
 
     Raises:
-        SchemaError: A layer has no place in the model, has another shape there, or lacks its bias; or a packed layer
-            is in a dialect that is not read. Everything is named at once.
+        SchemaError: A layer has no place in the model, has another shape there, or lacks its bias; or a layer is in a
+            dialect that is not read, or of 8 bits. Everything is named at once.
     """
-    problems = list(checkpoint.schema.unsupported)
+    problems = [*checkpoint.schema.unsupported, *_cast_problems(checkpoint, names)]
     places: dict[str, Place] = {}
     modules = dict(model.named_modules())
     stored_dense = {names.rename(name) for name in checkpoint.dense}
@@ -131,6 +135,14 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[P
         places[name] = Place(stored, name)
     raise_unfit(model, checkpoint, problems)
     return list(places.values())
+
+
+def _cast_problems(checkpoint: Checkpoint, names: Names) -> Iterator[Problem]:
+    """Yield each dense tensor of 8 bits, which transformers would cast without its scales."""
+    for name, info in checkpoint.dense.infos.items():
+        if info.dtype.itemsize == 1 and names.is_float(names.rename(name)):
+            rule = "of 16 bits or more, as transformers would cast it without its scales"
+            yield Problem("dtype", name, rule, str(info.dtype).removeprefix("torch."))
 
 
 def fitting_problem(
@@ -170,7 +182,9 @@ def places_of_dense(
 
     Raises:
         ConfigError: A name of ``modules_to_not_convert`` fits no module.
+        SchemaError: The checkpoint is of 8 bits.
     """
+    raise_unfit(model, checkpoint, list(_cast_problems(checkpoint, names)))
     stored: dict[str, str] = {}
     infos: Mapping[str, Any] = checkpoint.dense.infos
     for key, info in infos.items():
