@@ -1,7 +1,7 @@
 """Run every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
-[waiting] [embeddings]``.
+[waiting] [embeddings] [transformers]``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,19 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from benchmarks import certify, cpu, embeddings, generate, memory, opening, overhead, precision, threads, waiting
+from benchmarks import (
+    certify,
+    cpu,
+    embeddings,
+    generate,
+    huggingface,
+    memory,
+    opening,
+    overhead,
+    precision,
+    threads,
+    waiting,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "certify": certify.main,
     "waiting": waiting.main,
     "embeddings": embeddings.main,
+    "transformers": huggingface.main,
 }
 
 
