@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import q4_transformers
 import q4core as q4
 from q4_transformers import HfLinear, Q4Config
+from q4_transformers.registration import check_version, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -326,17 +327,38 @@ def test_another_dialect(tmp_path: Path) -> None:
     assert error(load(tmp_path / "two"), dense) < 1e-3
 
 
+def test_transposed_layers(tmp_path: Path) -> None:
+    """GPT-2 keeps its linear layers transposed; they are quantised the right way round, and saved so."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4, n_positions=64)
+    dense = transformers.GPT2LMHeadModel(config).eval()
+    dense.save_pretrained(tmp_path / "dense")
+    ours = load(tmp_path / "dense", config={"format": "nf4"})
+    assert len(packed(ours)) == 4
+    for name in packed(ours):
+        weight = q4.quantize(dense.get_submodule(name).weight.detach().T.contiguous(), "nf4")
+        dense.get_submodule(name).weight.data = q4.dequantize(weight, torch.float32).T.contiguous()
+    assert error(ours, dense) < 1e-3
+    ours.save_pretrained(tmp_path / "ours")
+    assert error(load(tmp_path / "ours"), dense) < 1e-3
+
+
 # -- running
 
 
 def test_generates_and_compiles(tmp_path: Path) -> None:
-    """Generation, a static cache and a compiled forward pass give what the dense model gives."""
+    """Generation, a static cache, gradients and a compiled forward pass give what the dense model gives."""
     dense = save_by_q4(tmp_path, "bitsandbytes", "nf4")
     ours = load(tmp_path)
     asked = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = dense.generate(IDS, **asked)
     assert torch.equal(ours.generate(IDS, **asked), expected)
     assert torch.equal(ours.generate(IDS, cache_implementation="static", disable_compile=True, **asked), expected)
+    embedded = ours.get_input_embeddings()(IDS).detach().requires_grad_()
+    theirs = embedded.detach().clone().requires_grad_()
+    ours(inputs_embeds=embedded).logits.sum().backward()
+    dense(inputs_embeds=theirs).logits.sum().backward()
+    assert float((embedded.grad - theirs.grad).abs().max() / theirs.grad.abs().max()) < 1e-4
     with torch.compiler.set_stance("default"):
         compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
         assert error(compiled, ours) < 1e-5
@@ -362,6 +384,24 @@ def test_refusals(tmp_path: Path) -> None:
     torch.save(dense.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
     with pytest.raises(q4.CheckpointError, match="safetensors files"):
         load(tmp_path / "pickle", config={"format": "nf4"})
+    with pytest.raises(q4.CheckpointError, match="a model's folder or a GGUF file"):
+        q4_transformers.load(tmp_path / "nothing")
+    with pytest.raises(q4.InputError, match=r"an nn\.Module"):
+        q4_transformers.explain(tmp_path)  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("config", [{}, {"format": "nf4"}])
+def test_eight_bits(config: dict[str, Any], tmp_path: Path) -> None:
+    """Codes of 8 bits, whose scales transformers would pass over, are refused beside packed layers and alone."""
+    if config:
+        dense_model().save_pretrained(tmp_path)
+    else:
+        save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    state = load_file(tmp_path / "model.safetensors")
+    state["lm_head.weight"] = state["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(q4.SchemaError, match=r"lm_head\.weight must be of 16 bits or more.*float8_e4m3fn"):
+        load(tmp_path, config=config)
 
 
 @pytest.mark.parametrize(
@@ -419,10 +459,21 @@ def test_options(options: dict[str, Any], told: str) -> None:
         Q4Config(**options)
 
 
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment says what is taken over when the package is imported."""
+    mapping = transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+    before = dict(mapping)
+    monkeypatch.setenv("Q4_TRANSFORMERS", "torchao, mxfp4")
+    try:
+        register()
+        assert {name for name in mapping if mapping[name] is not before[name]} == {"torchao", "mxfp4"}
+    finally:
+        q4_transformers.give_back()
+    assert mapping == before
+
+
 def test_versions() -> None:
     """Another major version of transformers is refused by name."""
-    from q4_transformers.registration import check_version  # noqa: PLC0415  # not public
-
     for version in ("4.57.1", "6.0.0"):
         with pytest.raises(q4.ConfigError, match=version):
             check_version(version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import shutil
 import subprocess
@@ -241,7 +242,10 @@ def test_example(folder: Path, tmp_path: Path) -> None:
     _tokenizer().save_pretrained(place)
     command = [sys.executable, str(ROOT / "examples/finetune_lora.py"), str(place), "--steps", "2"]
     command += ["--picture", str(tmp_path / "losses.png"), "--out", str(tmp_path / "adapter")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=600)
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as here
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=one_thread, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(r"held-back loss: \d\.\d+ before, \d\.\d+ after 2 steps", done.stdout)
     assert (tmp_path / "losses.png").stat().st_size > 5000

@@ -35,8 +35,10 @@ class PackedWeightError(Q4Error, AttributeError, code="packed_weight"):
     """A packed weight was to be changed in place, as adapters are merged into dense ones."""
 
 
-class _HfWeightInfo(WeightInfo):
-    """What ``HfLinear.weight`` answers; its ``data`` is refused by name."""
+class _LoadedWeight(WeightInfo):
+    """Facts of a weight, marked for transformers: nothing is to be drawn at random for it. It has no ``data``."""
+
+    _is_hf_initialized = True
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """Return a tensor of the packed weight."""
@@ -62,7 +64,7 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers wha
     def weight(self) -> WeightInfo:  # type: ignore[override]  # as for the class
         """Shape, dtype and device, as code written for ``nn.Linear`` asks for them."""
         info = super().weight
-        return _HfWeightInfo(**{field.name: getattr(info, field.name) for field in attrs.fields(WeightInfo)})
+        return _LoadedWeight(**{field.name: getattr(info, field.name) for field in attrs.fields(WeightInfo)})
 
     @property
     def W_q(self) -> WeightInfo:  # noqa: N802  # the name by which PEFT knows that it must ask for ``dequantize()``

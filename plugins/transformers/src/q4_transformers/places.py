@@ -18,7 +18,7 @@ from q4core import CheckpointError, ConfigError, Problem, SchemaError
 from q4core.plugin_api import FLOATS, closest_name, read_object
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from q4_transformers.config import Q4Config
     from q4core import Checkpoint
@@ -87,6 +87,10 @@ class Names:
             name, _ = rename_source_key(key, [], [], self._prefix, state)
         return str(name)
 
+    def is_float(self, name: str | None) -> bool:
+        """Return whether the model has a floating-point tensor of a name."""
+        return name in self._state and self._state[name].is_floating_point()
+
     def forms(self, key: str) -> set[str]:
         """Return every name under which transformers may report a tensor that it finds no place for."""
         name, _ = rename_source_key(key, self._renamings, self._converters)
@@ -125,10 +129,10 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[P
     """Return the place of every packed layer.
 
     Raises:
-        SchemaError: A layer has no place in the model, has another shape there, or lacks its bias; or a packed layer
-            is in a dialect that is not read. Everything is named at once.
+        SchemaError: A layer has no place in the model, has another shape there, or lacks its bias; or a layer is in a
+            dialect that is not read, or of 8 bits. Everything is named at once.
     """
-    problems = list(checkpoint.schema.unsupported)
+    problems = [*checkpoint.schema.unsupported, *_cast_problems(checkpoint, names)]
     places: dict[str, Place] = {}
     experts, missing = place_experts(model, checkpoint.schema.layers, names)
     problems += [Problem("missing_key", path, _BESIDE) for path in missing]
@@ -152,6 +156,14 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[P
         places[name] = Place(stored, name)
     raise_unfit(model, checkpoint, problems)
     return list(places.values())
+
+
+def _cast_problems(checkpoint: Checkpoint, names: Names) -> Iterator[Problem]:
+    """Yield each dense tensor of 8 bits, which transformers would cast without its scales."""
+    for name, info in checkpoint.dense.infos.items():
+        if info.dtype.itemsize == 1 and names.is_float(names.rename(name)):
+            rule = "of 16 bits or more, as transformers would cast it without its scales"
+            yield Problem("dtype", name, rule, str(info.dtype).removeprefix("torch."))
 
 
 def fitting_problem(
@@ -191,8 +203,9 @@ def places_of_dense(
 
     Raises:
         ConfigError: A name of ``modules_to_not_convert`` fits no module.
-        SchemaError: The checkpoint has some experts of a layer, and not all.
+        SchemaError: The checkpoint has some experts of a layer, and not all; or it is of 8 bits.
     """
+    raise_unfit(model, checkpoint, list(_cast_problems(checkpoint, names)))
     stored: dict[str, str] = {}
     infos: Mapping[str, Any] = checkpoint.dense.infos
     for key, info in infos.items():
@@ -200,7 +213,7 @@ def places_of_dense(
         if name is not None and info.dtype in FLOATS:
             stored[name] = key
     skipped = _skipped(model, config.modules_to_not_convert)
-    experts = _dense_experts(model, infos, names, skipped)
+    experts = _dense_experts(model, checkpoint, names, skipped)
     places, reasons = list(experts.values()), {}
     for name, module in model.named_modules():
         shape, key = shape_of(module), f"{name}.weight"
@@ -222,18 +235,17 @@ def places_of_dense(
     return places, reasons
 
 
-def _dense_experts(model: Any, infos: Mapping[str, Any], names: Names, skipped: Collection[str]) -> dict[str, Place]:
+def _dense_experts(model: Any, checkpoint: Checkpoint, names: Names, skipped: Collection[str]) -> dict[str, Place]:
     """Give experts linear layers of their own, and return the place of each by its path."""
     found: dict[str, tuple[str, int | None]] = {}
+    infos: Mapping[str, Any] = checkpoint.dense.infos
     for key, info in infos.items():
         if info.dtype in FLOATS and len(info.shape) == _EXPERTS:
             found |= {f"{key}.{expert}": (key, expert) for expert in range(info.shape[0])}
         elif info.dtype in FLOATS:
             found[key.removesuffix(".weight")] = key, None
     experts, missing = place_experts(model, found, names, skipped)
-    if missing:
-        problems = [Problem("missing_key", path, _BESIDE) for path in missing]
-        raise SchemaError(f"checkpoint does not fit {type(model).__name__}", problems=problems)
+    raise_unfit(model, checkpoint, [Problem("missing_key", path, _BESIDE) for path in missing])
     places = {}
     for name, path in experts.items():
         key, expert = found[name]
