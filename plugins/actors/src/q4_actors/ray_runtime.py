@@ -211,7 +211,9 @@ class RayRuntime:
         self._is_own = not ray.is_initialized()
         if self._is_own:
             ray.init(include_dashboard=False, log_to_driver=False)
-        self._hub: Any = ray.remote(num_cpus=0)(Hub).remote()
+        node = ray.get_runtime_context().get_node_id()
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        self._hub: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Hub).remote()
         self._handles: list[Any] = [self._hub]
         self._thread = threading.Thread(target=self._pass_on, name="actor events", daemon=True)
         self._thread.start()

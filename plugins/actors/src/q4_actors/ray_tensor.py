@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+import types
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -145,6 +146,7 @@ class RayTensor(MutableTensor):
     def __init__(self, hub: Any, name: str, form: tuple[torch.dtype, tuple[int, ...]]) -> None:
         self._hub, self._name, self._form, self._is_closed = hub, name, form, False
         self._mode = MutableMode.VERSIONED
+        self._content: Any = types.SimpleNamespace(label=label_of(name))  # what messages of the base class take
 
     @classmethod
     def create(  # noqa: PLR0913  # the options of one call
@@ -204,7 +206,7 @@ class RayTensor(MutableTensor):
 
     def stats(self) -> MutableStats:
         """Raise a ``LifecycleError``: Ray's dashboard counts."""
-        raise q4.LifecycleError(f"{label_of(self._name)} keeps no counts; Ray's dashboard does")
+        raise q4.LifecycleError(f"{self._content.label} keeps no counts; Ray's dashboard does")
 
     def read(self, *, timeout: float | None = None, device: str | None = None) -> Any:
         """Return a block that gives ``tensor`` and ``version``; see ``MutableTensor.read``. It never waits."""
@@ -218,9 +220,8 @@ class RayTensor(MutableTensor):
 
     def wait(self, version: int, timeout: float | None = None) -> bool:
         """Wait until the version is at least ``version``; see ``MutableTensor.wait``."""
-        label = label_of(self._name)
-        check_version(label, version)
-        return bool(self.call("wait", version, None if timeout is None else to_seconds(label, timeout)))
+        check_version(self._content.label, version)
+        return bool(self.call("wait", version, None if timeout is None else to_seconds(self._content.label, timeout)))
 
     def write(self, *, wait: bool = False, timeout: float | None = None, device: str | None = None) -> Any:
         """Return a block that gives the tensor to change; see ``MutableTensor.write``."""
@@ -235,7 +236,7 @@ class RayTensor(MutableTensor):
 
     def reset(self, tensor: torch.Tensor | None = None, *, timeout: float | None = None) -> None:  # noqa: ARG002  # the contract's
         """Raise a ``LifecycleError``: it is never poisoned."""
-        raise q4.LifecycleError(f"{label_of(self._name)} is not poisoned")
+        raise q4.LifecycleError(f"{self._content.label} is not poisoned")
 
     def close(self) -> None:
         """Let go of it in this process; the system that made it ends it for all."""
@@ -248,11 +249,11 @@ class RayTensor(MutableTensor):
             LifecycleError: It is closed, or the hub's node is lost.
         """
         if self._is_closed:
-            raise q4.LifecycleError(f"{label_of(self._name)} is closed")
+            raise q4.LifecycleError(f"{self._content.label} is closed")
         try:
             return ray.get(getattr(self._hub, method).remote(self._name, *arguments))
         except ray.exceptions.RayActorError as error:
-            text = f"{label_of(self._name)} is lost: its system was stopped, or its node failed"
+            text = f"{self._content.label} is lost: its system was stopped, or its node failed"
             raise q4.LifecycleError(text, hint="Resume from a checkpoint.") from error
 
     def content(self) -> tuple[torch.Tensor, int]:
@@ -265,11 +266,10 @@ class RayTensor(MutableTensor):
         return torch.from_numpy(array).view(dtype).view(shape), version
 
     def _check_options(self, timeout: float | None, device: str | None) -> None:
-        label = label_of(self._name)
         if timeout is not None:
-            to_seconds(label, timeout)
+            to_seconds(self._content.label, timeout)
         if device not in {None, "cpu"}:
-            raise q4.ConfigError(label, name="device", rule="'cpu' on Ray", value=device)
+            raise q4.ConfigError(self._content.label, name="device", rule="'cpu' on Ray", value=device)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Send as a handle of the same tensor."""
