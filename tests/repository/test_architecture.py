@@ -28,8 +28,8 @@ PUBLIC_MODULES = {"q4core", "q4core.memory", "q4core.plugin_api", "q4core.progra
 CORE_MAY_IMPORT = {"q4core", "torch", "attrs", "pluggy", "structlog", "safetensors", *sys.stdlib_module_names}
 REFERENCE = "q4_dequant_fallback"
 """The kit needs it, and finds it by its entry point, as it finds whatever it judges: it imports no plugin."""
-BUILT_UPON = {"q4_nn", "q4_triton_kernels"}
-"""Packages that plugins may import: layers to build on, and kernels that several plugins share."""
+BUILT_UPON = {"q4_actors", "q4_nn", "q4_triton_kernels"}
+"""Packages that plugins may import: actors and layers to build on, and kernels that several plugins share."""
 KIT: dict[str, set[str]] = {"q4_conformance": set(), "q4_conformance_faults": {"q4_conformance"}}
 """Each package of the kit → what else it may import: no plugin, and faults the kit that must catch them."""
 IMPORT_SECONDS = 0.3

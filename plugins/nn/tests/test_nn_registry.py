@@ -59,7 +59,8 @@ TEXT = {
 @pytest.mark.parametrize("name", sorted(layer_types()))
 def test_every_type(name: str) -> None:
     """Each type is made from plain options, tells them back, and gives the shape that it says."""
-    options, shape = OPTIONS.get(name, ({}, (5, 16)))
+    example = layer_types()[name].examples[0]
+    options, shape = OPTIONS.get(name, (dict(example.options), example.shape))
     description = {"input": [*shape], "layers": [{"type": name, **options}]}
     model = build(description)
     assert describe(model) == json.loads(json.dumps(description))

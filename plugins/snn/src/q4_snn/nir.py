@@ -6,7 +6,6 @@ NIR states equations, no step: neither dt nor a reset by subtraction is in it. B
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
@@ -45,10 +44,11 @@ class NirError(InputError, code="nir"):
 
 def _nir() -> Any:
     try:
-        return importlib.import_module("nir")
+        import nir  # noqa: PLC0415  # an extra
     except ImportError as error:
         hint = 'pip install "q4-snn[nir]"'
         raise PluginError("NIR", name="package nir", rule="installed", value=str(error), hint=hint) from error
+    return nir
 
 
 def read_nir(path: str | os.PathLike[str], **options: Any) -> Network:
