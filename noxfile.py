@@ -29,6 +29,7 @@ KERNELS = [f"plugins/{name}" for name in ("nf4-cuda", "nvfp4-native", "triton-ke
 FEW_CASES = ["TC-04", "TC-05", "TC-10", "TC-12", "TC-14", "TC-16", "TC-17"]
 JUDGED = [  # what one process judges comes first: in CI, other sessions run beside it
     *("simple-nf4", "simple-nvfp4", "bitsandbytes", "comfyui-nvfp4", "compressed-tensors-nvfp4", "modelopt-nvfp4"),
+    *("compressed-tensors-int4", "gpt-oss-mxfp4"),
     *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
     *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),
 ]

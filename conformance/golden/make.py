@@ -29,6 +29,7 @@ import exports
 import from_bitsandbytes
 import from_compressed_tensors
 import from_gguf
+import from_gpt_oss
 import from_modelopt
 import from_torchao
 import packings
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
 GOLDEN = Path(__file__).parents[1] / "src" / "q4_conformance" / "golden"
-MAKERS = (from_bitsandbytes, from_torchao, from_modelopt, from_compressed_tensors, from_gguf)
+MAKERS = (from_bitsandbytes, from_torchao, from_modelopt, from_compressed_tensors, from_gguf, from_gpt_oss)
 
 
 def _canonical(blob: bytes) -> bytes:

@@ -22,8 +22,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _is_served(case: dict[str, Any]) -> bool:
     """Whether a dialect is there for the case; the others must be refused."""
-    return case["dialect"] in {"bitsandbytes", "simple-nf4", "simple-nvfp4", "torchao"} or (
-        case["dialect"] in {"modelopt", "compressed-tensors"} and case["format"] == "nvfp4"
+    return case["dialect"] in {"bitsandbytes", "simple-nf4", "simple-nvfp4", "torchao", "gpt-oss"} or (
+        (case["dialect"], case["format"])
+        in {("modelopt", "nvfp4"), ("compressed-tensors", "nvfp4"), ("compressed-tensors", "int4")}
     )
 
 
@@ -49,7 +50,7 @@ def _stored(name: str, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     with safetensors.safe_open(source, "pt") as file:
         metadata = file.metadata()
     path = folder / "model.safetensors"
-    own = {key: value for key, value in tensors.items() if key.startswith("proj.")}
+    own = {key: value for key, value in tensors.items() if key.startswith(("proj.", "proj_"))}
     safetensors.torch.save_file(own, path, metadata)
     if MANIFEST[name]["config"]:
         (folder / "config.json").write_text(json.dumps(MANIFEST[name]["config"]), encoding="utf-8")
@@ -80,7 +81,7 @@ def test_writing_a_layer_again_changes_no_byte(name: str, tmp_path: Path) -> Non
     assert weight.dialect is not None
     q4.save_checkpoint(again, {"proj": weight}, dialect=weight.dialect)
     written = safetensors.torch.load_file(again)
-    own = {key: value for key, value in tensors.items() if key.startswith("proj.") and key != "proj.bias"}
+    own = {key: value for key, value in tensors.items() if key.startswith(("proj.", "proj_")) and key != "proj.bias"}
     assert set(written) == set(own)
     for key, value in own.items():
         _assert_same_bits(written[key], value)

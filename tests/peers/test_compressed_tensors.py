@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -144,11 +145,14 @@ def test_int4_has_its_codes_scales_and_values(
     peer: Callable[[str], ModuleType],
     package: ModuleType,
     dense: Callable[..., torch.Tensor],
+    on_disk: Callable[..., Path],
     same_bits: Callable[..., None],
+    rewritten: Callable[..., None],
 ) -> None:
     """Our INT4 has the package's codes, scales and zero points for float32 weights, and its values for every dtype.
 
-    Groups that are all zero are left out. Half-precision weights are rounded in half precision there, in float32 here.
+    What it stored is read with its values, and written back byte for byte. Groups that are all zero are left out.
+    Half-precision weights are rounded in half precision there, in float32 here.
     """
     quantization = peer("compressed_tensors.quantization")
     helpers = peer("compressed_tensors.quantization.utils.helpers")
@@ -174,6 +178,30 @@ def test_int4_has_its_codes_scales_and_values(
     ours = attrs.evolve(ours, qdata=q4.pack_codes(padded, ours.packing), scale=scale, zero=middle)
     theirs = package.PackedQuantizationCompressor.decompress(dict(stored), scheme)["weight"]
     same_bits(q4.dequantize(ours), theirs)
+    path = on_disk({f"proj.{key}": value for key, value in stored.items()})
+    read = q4.open(path)["proj"]
+    same_bits(q4.dequantize(read), theirs)
+    rewritten(path, read.dialect)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_loads_int4_that_we_quantised(
+    symmetric: bool,
+    peer: Callable[[str], ModuleType],
+    package: ModuleType,
+    dense: Callable[..., torch.Tensor],
+    tmp_path: Path,
+    same_bits: Callable[..., None],
+) -> None:
+    """``decompress`` computes our numbers from the tensors and the config.json that we write."""
+    ours = q4.quantize(dense(24, 64, 1), "int4", block_size=32, symmetric=symmetric)
+    q4.save_checkpoint(tmp_path / "ours", {"proj": ours}, dialect="compressed-tensors-int4")
+    entry = json.loads((tmp_path / "ours/config.json").read_text(encoding="utf-8"))["quantization_config"]
+    config = peer("compressed_tensors.quantization").QuantizationConfig.model_validate(entry)
+    stored = safetensors.torch.load_file(tmp_path / "ours/model.safetensors")
+    written = {key.removeprefix("proj."): value for key, value in stored.items()}
+    theirs = package.PackedQuantizationCompressor.decompress(written, config.config_groups["group_0"])["weight"]
+    same_bits(q4.dequantize(ours, torch.float32), theirs)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)

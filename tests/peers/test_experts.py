@@ -185,6 +185,27 @@ def test_modelopt(
         _check(on_disk(own, config=config), f"experts.{name}", expected, same_bits, is_zero_signed=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("experts", "n", "k"), EXPERTS)
+def test_gpt_oss(
+    experts: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    peer: Callable[[str], ModuleType],
+    on_disk: Callable[..., Path],
+    same_bits: Callable[..., None],
+) -> None:
+    """Each expert of gpt-oss has the bits of transformers' own dequantiser, which transposes it."""
+    generator = torch.Generator().manual_seed(n * k)
+    blocks = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 250, (experts, n, k // 32), dtype=torch.uint8, generator=generator)
+    convert = peer("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    expected = convert(blocks, scales, dtype=dtype).transpose(1, 2)
+    path = on_disk({"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales})
+    _check(path, "experts.down_proj", expected, same_bits)
+
+
 def test_compressed_tensors_packs_no_experts(peer: Callable[[str], ModuleType]) -> None:
     """The package packs no weight of three dimensions; once it does, its experts can be read."""
     compressor = peer("compressed_tensors.compressors.nvfp4.base").NVFP4PackedCompressor

@@ -14,7 +14,7 @@ from q4_conformance.oracle.exact import exact_weight
 from q4_conformance.oracle.golden_vectors import Vector, golden_vectors
 from q4_conformance.outcome import FailureError, NotDeclaredError
 from q4_conformance.subjects.dialect import DialectSubject, samples
-from q4core import Catalogue, dialects
+from q4core import Catalogue, WeightSpec, dialects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -217,9 +217,14 @@ def _damages(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, to
 _Look = tuple[list["LayerSchema"], dict[str, str]]
 
 
-def _look(subject: DialectSubject, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> _Look:
+def _look(
+    subject: DialectSubject,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any] | None = None,
+) -> _Look:
     """Return the layers that are found, and key → code of each problem that is told of them."""
-    catalogue = Catalogue(tensors, metadata=metadata)
+    catalogue = Catalogue(tensors, metadata=metadata, config=config)
     layers = subject.find(catalogue)
     return layers, {item.key: item.code for layer in layers for item in subject.problems(layer, catalogue)}
 
@@ -229,6 +234,7 @@ def _check_validate(case: Case, subject: DialectSubject) -> str:
     count = 0
     for name, weight, layer in subject.written(case.format):
         metadata = subject.dialect.merge_metadata({"proj": layer}, ())
+        config = {"quantization_config": subject.dialect.quantization_config({"proj": WeightSpec.of(weight)}, ())}
         tensors = dict(layer.tensors)
         damages = list(_damages(tensors))
         for changes in _alone_and_together(damages):
@@ -237,6 +243,8 @@ def _check_validate(case: Case, subject: DialectSubject) -> str:
             what = f"{name}: {', '.join(f'{key} is {way}' for key, (way, _) in changes.items())}"
             left = {key: tensor for key, tensor in {**tensors, **broken}.items() if tensor is not None}
             layers, told = _look(subject, left, metadata)
+            if layers:  # that zero points must be there, say, is what config.json tells
+                told |= _look(subject, left, metadata, config)[1]
             # One row less may be a smaller layer, and as right as the whole one.
             is_smaller = ways == {_SHORT} and all(item.shape not in {None, weight.shape} for item in layers)
             is_gone = _MISSING in ways and not layers

@@ -14,7 +14,7 @@ import torch
 from q4core import Catalogue
 
 FOLDER = Path(__file__).parents[1] / "golden"
-_MODULE = "proj."
+_MODULE = ("proj.", "proj_")
 _DTYPES = {
     "U8": torch.uint8,
     "I8": torch.int8,

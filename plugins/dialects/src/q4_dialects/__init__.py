@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from q4_dialects.bitsandbytes import BitsAndBytes
 from q4_dialects.comfyui import ComfyUiNvfp4
 from q4_dialects.compressed_tensors import CompressedTensorsNvfp4
+from q4_dialects.compressed_tensors_int4 import CompressedTensorsInt4
+from q4_dialects.gpt_oss import GptOssMxfp4
 from q4_dialects.modelopt import ModelOptNvfp4
 from q4_dialects.recognised import Recognised
 from q4_dialects.torchao import (
@@ -29,7 +31,9 @@ def q4_dialects() -> list[Dialect]:
     return [
         BitsAndBytes(),
         ComfyUiNvfp4(),
+        CompressedTensorsInt4(),
         CompressedTensorsNvfp4(),
+        GptOssMxfp4(),
         ModelOptNvfp4(),
         TorchaoMxfp4Linear(),
         TorchaoMxfp4Swizzled(),

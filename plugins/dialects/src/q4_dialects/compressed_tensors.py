@@ -1,4 +1,4 @@
-"""compressed-tensors NVFP4 (``nvfp4-pack-quantized``).
+"""compressed-tensors NVFP4 (``nvfp4-pack-quantized``), and what its dialects share.
 
 ``<module>.weight_packed`` uint8 [N, K / 2], low nibble first; ``weight_scale`` e4m3 [N, K / 16] by row;
 ``weight_global_scale`` float32 [1] *divides*; optional ``input_global_scale`` float32 [1], a divisor too. Experts are
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from q4core import WeightSpec
 
-__all__ = ["CompressedTensorsNvfp4"]
+__all__ = ["CACHE_SCALES", "CompressedTensorsNvfp4", "config_entry", "transform_problems"]
 
 _SUFFIXES = {
     "qdata": "weight_packed",
@@ -55,7 +55,27 @@ _SUFFIXES = {
     "activation_scale": "input_global_scale",
 }
 _REQUIRED = ("qdata", "scale", "global_scale")
-_CACHE_SCALES = ("k_scale", "v_scale", "q_scale")  # of the key and value cache, not of the weight
+CACHE_SCALES = ("k_scale", "v_scale", "q_scale")  # of the key and value cache, not of the weight
+
+
+def transform_problems(module: str, catalogue: Catalogue) -> Iterator[Problem]:
+    """Yield that weights which ``config.json`` says are rotated are not read."""
+    transform = catalogue.quantization_config.get("transform_config")
+    if transform:
+        rule = "without transform_config in config.json: a rotation that is not undone"
+        yield Problem("unsupported", module, rule, transform)
+
+
+def config_entry(form: str, groups: Mapping[str, Any], unquantised: tuple[str, ...]) -> dict[str, Any]:
+    """Return the package's ``QuantizationConfig`` of compressed layers, given its groups by name."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": dict(groups),
+        "ignore": list(unquantised),
+        "kv_cache_scheme": None,
+    }
 
 
 class CompressedTensorsNvfp4(Dialect):
@@ -81,11 +101,8 @@ class CompressedTensorsNvfp4(Dialect):
 
     def _layer(self, module: str, catalogue: Catalogue, *, named: bool) -> LayerSchema:
         keys = layer_keys(module, _SUFFIXES, _REQUIRED, catalogue)
-        problems = list(catalogue.unknown_scales(module, ("bias", *_SUFFIXES.values(), *_CACHE_SCALES)))
-        transform = catalogue.quantization_config.get("transform_config")
-        if transform:
-            rule = "without transform_config in config.json: a rotation that is not undone"
-            problems.append(Problem("unsupported", module, rule, transform))
+        problems = list(catalogue.unknown_scales(module, ("bias", *_SUFFIXES.values(), *CACHE_SCALES)))
+        problems += transform_problems(module, catalogue)
         codes = catalogue.get(keys["qdata"])
         problems += rank_problems(module, codes)
         return LayerSchema(
@@ -183,19 +200,11 @@ class CompressedTensorsNvfp4(Dialect):
             "dynamic": False,
         }
         has_inputs = all("activation_scale" in spec.fields for spec in layers.values())
-        return {
-            "quant_method": "compressed-tensors",
+        group = {
+            "targets": ["Linear"],
+            "weights": scheme,
+            "input_activations": {**scheme, "dynamic": "local"} if has_inputs else None,
+            "output_activations": None,
             "format": "nvfp4-pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": scheme,
-                    "input_activations": {**scheme, "dynamic": "local"} if has_inputs else None,
-                    "output_activations": None,
-                    "format": "nvfp4-pack-quantized",
-                }
-            },
-            "ignore": list(unquantised),
-            "kv_cache_scheme": None,
         }
+        return config_entry("nvfp4-pack-quantized", {"group_0": group}, unquantised)

@@ -34,14 +34,12 @@ class _Row:
         needs: Suffix → legal dtypes; an empty set allows every dtype.
         without: Suffixes that would make it another dialect.
         also: Further suffixes that belong to the layer.
-        separator: What stands between module and suffix.
     """
 
     dialect: str
     needs: dict[str, Collection[torch.dtype]]
     without: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    separator: str = "."
 
 
 _INT32 = frozenset({torch.int32, torch.uint32})
@@ -57,13 +55,7 @@ _ROWS = (
             *("stores_quant_config", "channel_wise", "optimize", "round_zero"),
         ),
     ),
-    _Row(dialect="gpt-oss-mxfp4", needs={"blocks": {torch.uint8}, "scales": _E8M0}, separator="_"),
-    _Row(dialect="gpt-oss-mxfp4", needs={"blocks": {torch.uint8}, "scales": _E8M0}),
-    _Row(
-        dialect="compressed-tensors-int4",
-        needs={"weight_packed": _INT32, "weight_scale": ()},
-        also=("weight_shape", "weight_zero_point", "weight_g_idx"),
-    ),
+    _Row(dialect="openai-mxfp4", needs={"blocks": {torch.uint8}, "scales": _E8M0}),
     _Row(
         dialect="compressed-tensors-mxfp4",
         needs={"weight_packed": {torch.uint8}, "weight_scale": _E8M0},
@@ -151,7 +143,8 @@ class Recognised(Dialect):
 def _by_table(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
     for row in _ROWS:
         first = next(iter(row.needs))
-        for stem in _stems(row, first, catalogue):
+        for module in catalogue.modules_with(first):
+            stem = f"{module}."
             infos = {suffix: catalogue.get(stem + suffix) for suffix in row.needs}
             fits = all(
                 info is not None and (not row.needs[suffix] or info.dtype in row.needs[suffix])
@@ -161,16 +154,7 @@ def _by_table(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]
             if fits and not is_other and _has_own_rows(row, stem, catalogue):
                 found = [suffix for suffix in (*row.needs, *row.also) if stem + suffix in catalogue]
                 keys = {"qdata" if suffix == first else suffix: stem + suffix for suffix in found}
-                yield stem.removesuffix(row.separator), row.dialect, keys
-
-
-def _stems(row: _Row, first: str, catalogue: Catalogue) -> Iterator[str]:
-    """Yield what stands before the row's first suffix, for each tensor that ends in it."""
-    if row.separator == ".":
-        yield from (f"{module}." for module in catalogue.modules_with(first))
-    else:
-        tail = f"{row.separator}{first}"
-        yield from (name.removesuffix(first) for name in catalogue.tensors if name.endswith(tail))
+                yield module, row.dialect, keys
 
 
 def _has_own_rows(row: _Row, stem: str, catalogue: Catalogue) -> bool:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from q4_transformers.config import Q4Config
-from q4_transformers.linear import HfLinear
+from q4_transformers.linear import HfLinear, PackedWeightError
 from q4_transformers.loading import config_for, load
+from q4_transformers.peft import MergedLayer, MergeReport, merge, prepare_for_training
 from q4_transformers.registration import give_back, register, take_over
 from q4_transformers.report import Explanation, explain
 
-__all__ = ["Explanation", "HfLinear", "Q4Config", "config_for", "explain", "give_back", "load", "take_over"]
+__all__ = [
+    "Explanation",
+    "HfLinear",
+    "MergeReport",
+    "MergedLayer",
+    "PackedWeightError",
+    "Q4Config",
+    "config_for",
+    "explain",
+    "give_back",
+    "load",
+    "merge",
+    "prepare_for_training",
+    "take_over",
+]
 
 register()

@@ -6,16 +6,17 @@ import contextlib
 import contextvars
 from typing import TYPE_CHECKING, Any
 
+import attrs
 from torch import nn
 
-from q4core import Q4Linear, WeightInfo
+from q4core import Q4Error, Q4Linear, WeightInfo, dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-__all__ = ["HfLinear", "dense_state_only"]
+__all__ = ["HfLinear", "PackedWeightError", "dense_state_only"]
 
 _DENSE_ONLY = contextvars.ContextVar("q4_transformers_dense_only", default=False)
 
@@ -30,10 +31,21 @@ def dense_state_only() -> Iterator[None]:
         _DENSE_ONLY.reset(token)
 
 
+class PackedWeightError(Q4Error, AttributeError, code="packed_weight"):
+    """A packed weight was to be changed in place, as adapters are merged into dense ones."""
+
+
 class _LoadedWeight(WeightInfo):
-    """Facts of a weight, marked for transformers: nothing is to be drawn at random for it."""
+    """Facts of a weight, marked for transformers: nothing is to be drawn at random for it. It has no ``data``."""
 
     _is_hf_initialized = True
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        """Return a tensor of the packed weight."""
+        if name == "data":
+            hint = "Merge adapters by q4_transformers.merge(model, exact=True), or with requantize=True."
+            raise PackedWeightError("a packed weight can't be changed in place", hint=hint)
+        return super().__getattr__(name)
 
 
 class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers what is asked of one, and is none
@@ -49,11 +61,19 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers wha
     """Name of the layer in the checkpoint that it came from."""
 
     @property
-    def weight(self) -> WeightInfo:  # type: ignore[override]  # as above
-        """Shape, dtype and device, as ``Q4Linear.weight`` tells them."""
-        told = super().weight
-        facts = {name: getattr(told, name) for name in ("shape", "dtype", "device", "format", "nbytes", "spec", "read")}
-        return _LoadedWeight(**facts)
+    def weight(self) -> WeightInfo:  # type: ignore[override]  # as for the class
+        """Shape, dtype and device, as code written for ``nn.Linear`` asks for them."""
+        info = super().weight
+        return _LoadedWeight(**{field.name: getattr(info, field.name) for field in attrs.fields(WeightInfo)})
+
+    @property
+    def W_q(self) -> WeightInfo:  # noqa: N802  # the name by which PEFT knows that it must ask for ``dequantize()``
+        """The weight's facts; that they are there tells PEFT to ask for ``dequantize()`` (DoRA)."""
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the dense weight [N, K] in the layer's dtype."""
+        return dequantize(self.packed_weight(), self.dtype)
 
     def forward(
         self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None

@@ -13,11 +13,12 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.pytorch_utils import Conv1D
 
 import q4core as q4
+from q4_transformers.experts import are_experts, place_experts
 from q4core import CheckpointError, ConfigError, Problem, SchemaError
 from q4core.plugin_api import FLOATS, closest_name, read_object
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from q4_transformers.config import Q4Config
     from q4core import Checkpoint
@@ -34,14 +35,32 @@ __all__ = [
 ]
 
 _INDEX = ".safetensors.index.json"
+_BESIDE = "in the checkpoint, as other experts of that layer are"
+_EXPERTS = 3
+"""Dimensions of a tensor that holds a matrix for each expert."""
 
 
 @attrs.frozen
 class Place:
-    """A layer of the checkpoint, and the module of the model that it fills."""
+    """A layer of the checkpoint, and the module of the model that it fills.
+
+    Args:
+        stored: Name of the layer, or of the dense tensor.
+        module: Path of the module.
+        expert: Which matrix of a dense tensor of experts it is, ``[E, …]``.
+        transposed: Whether a dense matrix is stored as [K, N].
+    """
 
     stored: str
     module: str
+    expert: int | None = None
+    transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the layer in a checkpoint that holds it packed."""
+        stored = self.stored.removesuffix(".weight")
+        return stored if self.expert is None else f"{stored}.{self.expert}"
 
 
 class Names:
@@ -115,10 +134,12 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[P
     """
     problems = [*checkpoint.schema.unsupported, *_cast_problems(checkpoint, names)]
     places: dict[str, Place] = {}
+    experts, missing = place_experts(model, checkpoint.schema.layers, names)
+    problems += [Problem("missing_key", path, _BESIDE) for path in missing]
     modules = dict(model.named_modules())
     stored_dense = {names.rename(name) for name in checkpoint.dense}
     for stored, layer in checkpoint.schema.layers.items():
-        name = (names.rename(f"{stored}.weight") or "").removesuffix(".weight")
+        name = experts.get(stored) or (names.rename(f"{stored}.weight") or "").removesuffix(".weight")
         module = modules.get(name)
         tied = model.all_tied_weights_keys.get(f"{name}.weight")
         problem = fitting_problem(stored, layer.shape, name, modules, type(model).__name__)
@@ -182,7 +203,7 @@ def places_of_dense(
 
     Raises:
         ConfigError: A name of ``modules_to_not_convert`` fits no module.
-        SchemaError: The checkpoint is of 8 bits.
+        SchemaError: The checkpoint has some experts of a layer, and not all; or it is of 8 bits.
     """
     raise_unfit(model, checkpoint, list(_cast_problems(checkpoint, names)))
     stored: dict[str, str] = {}
@@ -192,10 +213,13 @@ def places_of_dense(
         if name is not None and info.dtype in FLOATS:
             stored[name] = key
     skipped = _skipped(model, config.modules_to_not_convert)
-    places, reasons = [], {}
+    experts = _dense_experts(model, checkpoint, names, skipped)
+    places, reasons = list(experts.values()), {}
     for name, module in model.named_modules():
         shape, key = shape_of(module), f"{name}.weight"
-        if shape is None:
+        if shape is None or name in experts:
+            if name in skipped and are_experts(module):
+                reasons[name] = skipped[name]
             continue
         reason = skipped.get(name)
         if reason is None and key in model.all_tied_weights_keys:
@@ -205,10 +229,29 @@ def places_of_dense(
         if reason is None and module.bias is not None and f"{name}.bias" not in stored:
             reason = "the checkpoint has no bias for it"
         if reason is None:
-            places.append(Place(stored[key], name))
+            places.append(Place(stored[key], name, transposed=isinstance(module, Conv1D)))
         else:
             reasons[name] = reason
     return places, reasons
+
+
+def _dense_experts(model: Any, checkpoint: Checkpoint, names: Names, skipped: Collection[str]) -> dict[str, Place]:
+    """Give experts linear layers of their own, and return the place of each by its path."""
+    found: dict[str, tuple[str, int | None]] = {}
+    infos: Mapping[str, Any] = checkpoint.dense.infos
+    for key, info in infos.items():
+        if info.dtype in FLOATS and len(info.shape) == _EXPERTS:
+            found |= {f"{key}.{expert}": (key, expert) for expert in range(info.shape[0])}
+        elif info.dtype in FLOATS:
+            found[key.removesuffix(".weight")] = key, None
+    experts, missing = place_experts(model, found, names, skipped)
+    raise_unfit(model, checkpoint, [Problem("missing_key", path, _BESIDE) for path in missing])
+    places = {}
+    for name, path in experts.items():
+        key, expert = found[name]
+        turned = expert is not None and model.get_submodule(path.rsplit(".", 2)[0]).is_transposed
+        places[path] = Place(key, path, expert, transposed=turned)
+    return places
 
 
 def _skipped(model: Any, wanted: Sequence[str] | None) -> dict[str, str]:

@@ -12,11 +12,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 import q4core as q4
+from q4_transformers.experts import drop_conversions
 from q4_transformers.linear import HfLinear
 from q4_transformers.places import Names, Place, open_files, places_of_dense, places_of_layers, shape_of
 from q4_transformers.saving import state_and_metadata
@@ -52,7 +52,6 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self._checkpoint: Checkpoint | None = None
         self._places: list[Place] = []
         self._rooms: list[HfLinear] = []
-        self._transposed: set[str] = set()
         self._device_map: Any = None
 
     # -- before loading
@@ -115,11 +114,9 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         config = self.quantization_config.session_config()
         for place in self._places:
             module = model.get_submodule(place.module)
-            if isinstance(module, Conv1D):
-                self._transposed.add(place.module)
             rows, columns = shape_of(module) or (0, 0)
             layer = HfLinear.empty(rows, columns, module.bias, dtype=dtype, config=config, name=place.module)
-            layer.stored_name = place.stored.removesuffix(".weight")
+            layer.stored_name = place.name
             layer.__dict__["_is_hf_initialized"] = True  # transformers' mark: nothing is to be drawn at random
             if takes_place:
                 schema = checkpoint.schema.layers.get(place.stored)
@@ -149,6 +146,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         places, self._places = self._places, []
         if checkpoint is None:
             return model
+        drop_conversions(model)
         with checkpoint:
             for place in logging.tqdm(places, desc="Preparing 4-bit layers"):
                 layer = model.get_submodule(place.module)
@@ -166,7 +164,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         if config.format is None:
             return checkpoint[place.stored]
         dense = checkpoint.dense[place.stored]
-        dense = dense.T if place.module in self._transposed else dense
+        dense = dense if place.expert is None else dense[place.expert]
+        dense = dense.T if place.transposed else dense
         return q4.quantize(dense, config.format, block_size=config.block_size, name=place.module)
 
     def _device_of(self, module: str) -> torch.device | None:

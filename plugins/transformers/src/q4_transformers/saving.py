@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import q4core as q4
+from q4_transformers.experts import GPT_OSS, with_stacked_experts
 from q4_transformers.linear import HfLinear, dense_state_only
 from q4core import ConfigError, WeightSpec
 from q4core.plugin_api import find_dialect
@@ -25,6 +26,7 @@ _BY_FORMAT = {
     "fp4": "bitsandbytes",
     "nvfp4": "torchao-nvfp4-linear",
     "mxfp4": "torchao-mxfp4-linear",
+    "int4": "compressed-tensors-int4",
 }
 """Format → the dialect in which a model is saved that was quantised here."""
 
@@ -66,6 +68,8 @@ def state_and_metadata(
         specs[stored] = WeightSpec.of(weight)
         written[stored] = dialect.write(stored, weight)
         state |= (written[stored] if stored == name else dialect.write(name, weight)).tensors
+    if dialect.name == GPT_OSS:
+        state = with_stacked_experts(state)
     config.stored = entry
     if entry is None or (dialect.name,) != tuple(read):
         matrices = [name for name in names if name.endswith(".weight") and state[name].dim() == _MATRIX]

@@ -1,0 +1,217 @@
+"""Experts in transformers: each has packed layers of its own, whatever the checkpoint calls them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import q4_transformers
+import q4core as q4
+from q4_transformers import HfLinear, Q4Config
+from q4_transformers.experts import Q4Experts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.peer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "num_experts_per_tok": 2,
+}
+EXPERTS = 8
+KINDS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": EXPERTS},
+    "Qwen2Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64},
+    "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 96, "head_dim": 16},
+    "GptOss": {"num_local_experts": EXPERTS, "head_dim": 16},
+}
+IDS = (torch.arange(24).reshape(2, 12) * 5) % 64
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Hide progress bars, and transformers' own words; small layers gain nothing by a second thread."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.enable_progress_bar()
+
+
+def _dense(kind: str, folder: Path) -> Any:
+    """Return a random model, which is saved, too."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # initialisation leaves biases at zero
+            if name.endswith("bias"):
+                parameter.normal_()
+    model.save_pretrained(folder)
+    return model
+
+
+def _load(folder: Path, **options: Any) -> Any:
+    config = Q4Config(activation_precision="exact", **options)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32
+    ).eval()
+
+
+@torch.no_grad()
+def _error(found: Any, expected: Any) -> float:
+    ours, theirs = found(IDS).logits, expected(IDS).logits
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@torch.no_grad()
+def _fill(dense: Any, name: str, weight: torch.Tensor) -> None:
+    """Put a layer's weight where a dense model has it: in a module, or in a slice of an experts parameter."""
+    path, mark, leaf = name.rpartition(".experts.")
+    if not mark:
+        dense.get_submodule(name).weight.copy_(weight)
+        return
+    experts = dense.get_submodule(f"{path}.experts")
+    one, other = leaf.split(".")
+    expert, part = (int(one), other) if one.isdigit() else (int(other), one)
+    turned = isinstance(experts, transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts)
+    target = (experts.down_proj if part in {"w2", "down_proj"} else experts.gate_up_proj)[expert]
+    half = len(weight) if part in {"w3", "up_proj"} else 0
+    target = target.T if turned else target
+    target[half : half + len(weight)].copy_(weight)
+
+
+def _check(model: Any, twin: Any) -> None:
+    """Check that no expert is dense, and that the logits are those of the dense twin with our weights in it."""
+    experts = [module for module in model.modules() if isinstance(module, Q4Experts)]
+    assert len(experts) == SIZES["num_hidden_layers"]
+    assert all(parameter.dim() < 3 for parameter in model.parameters())
+    for module in experts:
+        leaves = [leaf for leaf in module.modules() if isinstance(leaf, torch.nn.Linear)]
+        assert len(leaves) == EXPERTS * len(module.parts)
+        assert all(isinstance(leaf, HfLinear) and leaf.is_prepared for leaf in leaves)
+    for name, module in model.named_modules():
+        if isinstance(module, HfLinear):
+            _fill(twin, name, q4.dequantize(module.packed_weight(), torch.float32))
+    assert _error(model, twin) <= 1e-4
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("format_", "dialect"),
+    [
+        ("nf4", "bitsandbytes"),
+        ("int4", "compressed-tensors-int4"),
+        ("nvfp4", "modelopt-nvfp4"),
+    ],
+    ids=lambda value: value,
+)
+def test_experts_of_every_dialect(format_: str, dialect: str, kind: str, tmp_path: Path) -> None:
+    """Dense experts are quantised while they are loaded, saved in a dialect, and loaded with the same logits."""
+    twin = _dense(kind, tmp_path / "dense")
+    model = _load(tmp_path / "dense", format=format_, dialect=dialect)
+    _check(model, twin)
+    model.save_pretrained(tmp_path / "packed")
+    again = _load(tmp_path / "packed")
+    _check(again, twin)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    again.save_pretrained(tmp_path / "again")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(_bits(first[key]), _bits(second[key])) for key in first)
+
+
+@pytest.fixture
+def gpt_oss(tmp_path: Path) -> Path:
+    """Return the folder of a model in gpt-oss's own layout: experts in MXFP4, everything else dense."""
+    folder = tmp_path / "gpt-oss"
+    model = _dense("GptOss", folder)
+    state = load_file(folder / "model.safetensors")
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        weights = [q4.quantize(weight.T, "mxfp4") for weight in state.pop(name)]
+        blocks = [weight.qdata.reshape(weight.out_features, -1, 16) for weight in weights]
+        state[f"{name}_blocks"] = torch.stack(blocks)
+        state[f"{name}_scales"] = torch.stack([weight.scale.view(torch.uint8) for weight in weights])
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    model.config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    model.config.save_pretrained(folder)
+    return folder
+
+
+def test_gpt_oss_has_the_logits_of_transformers(gpt_oss: Path, tmp_path: Path) -> None:
+    """Experts in MXFP4 stay packed, have the logits of those that transformers dequantises, and are saved as read."""
+    config = transformers.Mxfp4Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(gpt_oss, quantization_config=config, dtype=torch.float32)
+    ours = _load(gpt_oss)
+    assert _error(ours, theirs.float()) <= 1e-3
+    assert sum(row.kind == "mxfp4" for row in q4_transformers.explain(ours).packed) == 2 * 2 * EXPERTS
+    ours.save_pretrained(tmp_path / "again")
+    first, second = (load_file(folder / "model.safetensors") for folder in (gpt_oss, tmp_path / "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", quantization_config=config)
+    assert _error(again.float(), theirs.float()) <= 1e-3
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    """One expert less than the others' layer has is said before anything is loaded."""
+    _dense("Qwen3Moe", tmp_path / "dense")
+    _load(tmp_path / "dense", format="nf4").save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed/model.safetensors"
+    name = "model.layers.1.mlp.experts.5.up_proj"
+    save_file({key: value for key, value in load_file(file).items() if not key.startswith(name)}, file)
+    with pytest.raises(q4.SchemaError) as caught:
+        _load(tmp_path / "packed")
+    assert [(problem.code, problem.key) for problem in caught.value.problems] == [("missing_key", name)]
+
+
+def test_experts_may_stay_dense_and_are_listed(tmp_path: Path) -> None:
+    """Experts that the caller leaves out keep transformers' own module, and are listed with the reason."""
+    _dense("Mixtral", tmp_path / "dense")
+    model = _load(tmp_path / "dense", format="nf4", modules_to_not_convert=["experts", "lm_head"])
+    assert not any(isinstance(module, Q4Experts) for module in model.modules())
+    dense = {row.name: row.reason for row in q4_transformers.explain(model).dense}
+    assert "modules_to_not_convert" in dense["model.layers.0.mlp.experts"]
+
+
+def test_experts_compile_into_one_graph(tmp_path: Path) -> None:
+    """In a graph every expert runs on every token, with the weight zero where it was not chosen: the same logits."""
+    _dense("Mixtral", tmp_path / "dense")
+    experts = next(
+        module for module in _load(tmp_path / "dense", format="nf4").modules() if isinstance(module, Q4Experts)
+    )
+    x, index = torch.randn(5, 64), torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], [0, 8]])
+    shares = torch.rand(5, 2)
+    with torch.no_grad():
+        compiled = torch.compile(experts, fullgraph=True, backend="eager")(x, index, shares)
+        assert torch.allclose(compiled, experts(x, index, shares), atol=1e-5)
+
+
+def test_loading_experts_takes_two_beside_what_is_packed(tmp_path: Path) -> None:
+    """While dense experts are quantised, no float tensor as large as two of them is made."""
+    from test_huggingface import _Watch  # noqa: PLC0415  # a watch of every allocation
+
+    _dense("Mixtral", tmp_path / "dense")
+    with _Watch() as watch:
+        model = _load(tmp_path / "dense", format="nf4")
+    assert isinstance(model, torch.nn.Module)
+    assert watch.largest[0] <= 2 * 64 * 96 * 4, watch.largest
