@@ -14,7 +14,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tools.environments import install, install_apart, install_group, install_packages, lowest_versions, run, runnable
+from tools.environments import install, install_group, install_packages, lowest_versions, put_apart, run, runnable
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -184,12 +184,11 @@ def peers(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["peerenv"])
-@nox.parametrize("release", ["5.0.0", "5.24.0"])
+@nox.parametrize("release", ["transformers==5.0.0", "transformers==5.24.0"])
 def transformers(session: nox.Session, release: str) -> None:
     """Run the tests of q4-transformers with the oldest and the newest release that it was tried with."""
     install_group(session, "peer", environment="peerenv")
-    folder = install_apart(session, f"transformers=={release}", environment="peerenv")
-    _pytest(session, "-m", "peer", "tests/peers/test_huggingface.py", environment="peerenv", PYTHONPATH=folder)
+    _pytest(session, "tests/peers/test_huggingface.py", environment="peerenv", PYTHONPATH=put_apart(session, release))
 
 
 @nox.session

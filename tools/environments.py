@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 __all__ = [
     "distributions",
     "install",
-    "install_apart",
     "install_group",
     "install_packages",
     "lowest_versions",
+    "put_apart",
     "run",
     "runnable",
 ]
@@ -71,7 +71,7 @@ def install_group(session: nox.Session, group: str, *, environment: str = "env",
     install(session, group, *nox.project.dependency_groups(PROJECT, group), environment=environment, **variables)
 
 
-def install_apart(session: nox.Session, requirement: str, *, environment: str) -> str:
+def put_apart(session: nox.Session, requirement: str, *, environment: str = "peerenv") -> str:
     """Install a package in a folder of its own, to be put before an environment by PYTHONPATH; return the folder."""
     folder = session.cache_dir.parent / "apart" / requirement
     if not folder.is_dir():

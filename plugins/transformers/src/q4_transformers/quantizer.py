@@ -45,6 +45,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self.pre_quantized = False  # to transformers: what it loads itself is dense
         self.dialects: tuple[str, ...] = ()
         """What was read; empty for a dense checkpoint."""
+        self.entry: dict[str, Any] | None = None
+        """The entry of config.json that was read."""
         self.reasons: dict[str, str] = {}
         """Module → why it is dense though a format was asked for."""
         self._checkpoint: Checkpoint | None = None
@@ -100,7 +102,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
         is_told = self.dialects and self.quantization_config.gguf is None
         found = read_config(folder).get("quantization_config") if is_told else None
-        self.quantization_config.stored = found if isinstance(found, dict) else None
+        self.entry = self.quantization_config.stored = found if isinstance(found, dict) else None
 
     def _packed_keys(self, checkpoint: Checkpoint) -> Iterable[str]:
         layers = checkpoint.schema.layers
@@ -179,7 +181,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """Return what ``save_pretrained`` writes; see ``saving``."""
-        return state_and_metadata(model, self.quantization_config, self.dialects)
+        return state_and_metadata(model, self.quantization_config, self.dialects, self.entry)
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Return True: a model is saved in the dialect that it was read in, or in another one."""

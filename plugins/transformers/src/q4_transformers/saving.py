@@ -32,7 +32,7 @@ _BY_FORMAT = {
 
 
 def state_and_metadata(
-    model: Any, config: Q4Config, read: Sequence[str]
+    model: Any, config: Q4Config, read: Sequence[str], entry: dict[str, Any] | None
 ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
     """Return the tensors of a model by name, packed ones in a dialect, and the metadata for each file.
 
@@ -42,6 +42,7 @@ def state_and_metadata(
         model: A model of transformers with ``HfLinear`` layers.
         config: The model's; its ``dialect`` is what to write, the one that was read unless told.
         read: The dialects that were read.
+        entry: The entry of ``config.json`` that was read.
 
     Returns:
         ``(None, {})`` where adapters alone are saved.
@@ -69,7 +70,8 @@ def state_and_metadata(
         state |= (written[stored] if stored == name else dialect.write(name, weight)).tensors
     if dialect.name == GPT_OSS:
         state = with_stacked_experts(state)
-    if config.stored is None or (dialect.name,) != tuple(read):
+    config.stored = entry
+    if entry is None or (dialect.name,) != tuple(read):
         matrices = [name for name in names if name.endswith(".weight") and state[name].dim() == _MATRIX]
         unquantised = tuple(name.removesuffix(".weight") for name in matrices)
         config.stored = dialect.quantization_config(specs, unquantised)
