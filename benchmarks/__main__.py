@@ -44,8 +44,8 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "actors": actors.main,
     "microcircuit": microcircuit.main,
     "spikes": spikes.main,
-    "transformers": huggingface.main,
     "snn": spiking.main,
+    "transformers": huggingface.main,
 }
 
 

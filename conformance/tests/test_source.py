@@ -14,6 +14,7 @@ from q4_conformance.subjects.reference import REFERENCE
 SOURCE = Path(__file__).parents[1] / "src" / "q4_conformance"
 PYTEST_SIDE = SOURCE.parent / "pytest_q4_conformance.py"
 FILES = [*sorted(SOURCE.rglob("*.py")), PYTEST_SIDE]
+PUBLIC_MODULES = {"q4core", "q4core.plugin_api", "q4core.programs", "q4core.spikes"}
 PACKAGES = {"q4core", "q4_conformance", "attrs", "numpy", "torch"}
 EXTRAS = {
     "command/conform.py": {"rich", "typer"},
@@ -119,6 +120,6 @@ def test_imports_are_public(path: Path) -> None:
             top = module.partition(".")[0]
             allowed = PACKAGES | EXTRAS.get(_name(path), set())
             assert top in allowed or top in sys.stdlib_module_names, module
-            assert top != "q4core" or module in {"q4core", "q4core.plugin_api", "q4core.programs"}, module
+            assert top != "q4core" or module in PUBLIC_MODULES, module
         if isinstance(node, ast.ImportFrom) and node.module == "q4core":
             assert {alias.name for alias in node.names} <= set(q4core.__all__)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 NAMES = [dialect.name for dialect in q4.dialects() if dialect.formats]
 WITHOUT_GOLDEN = {"comfyui-nvfp4", ToyDialect.name}
 """Dialects of which no golden file can be told by its keys alone, or that nobody else writes."""
+ALONE = {"compressed-tensors-int4"}
+"""The one dialect here that holds its format, so that there is none to convert it to."""
 
 
 @pytest.mark.parametrize("name", [*NAMES, ToyDialect.name])
@@ -31,7 +33,7 @@ def test_dialect_passes(name: str, install: Callable[..., None]) -> None:
     for case in dialect_cases(target.formats):
         result = run_case(case, subject)
         expected = {Outcome.PASS}
-        if case.part == "golden" and name in WITHOUT_GOLDEN:
+        if (case.part == "golden" and name in WITHOUT_GOLDEN) or (case.part == "convert" and name in ALONE):
             expected = {Outcome.NOT_DECLARED}
         assert result.outcome in expected, result
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _QUANTISERS = {"native_quantiser", "quantise_calls", "ste_native", "stochastic"}
 _GRADIENTS = {"gradient", "train_through"}
+_SPIKES = {"spikes_numbers", "spikes_pages", "spikes_quiet"}
 
 
 def split(cases: Iterable[Case], subject: Any) -> tuple[tuple[Case, ...], dict[str, str]]:
@@ -55,6 +56,8 @@ def _missing(case: Case, manifest: Capabilities, device: torch.device) -> Iterat
     """Yield what a case needs and a manifest does not declare, the plainest first."""
     if case.check in _QUANTISERS and "quantize" not in manifest.ops:
         yield "op 'quantize'"
+    if case.check in _SPIKES and "spikes" not in manifest.ops:
+        yield "op 'spikes'"
     if case.check == "stochastic" and Rounding.STOCHASTIC not in manifest.roundings:
         yield "stochastic rounding"
     if case.check == "native_product" and Precision.W4A4 not in manifest.precisions:
