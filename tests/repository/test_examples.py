@@ -59,7 +59,7 @@ def test_each_example_names_what_it_needs() -> None:
         "attrs",
         "torch",
         "q4core",
-    }  # what q4core brings, too
+    }  # attrs is a part of q4core
     found = set()
     for path in (ROOT / "examples").glob("*.py"):
         source = path.read_text(encoding="utf-8")
