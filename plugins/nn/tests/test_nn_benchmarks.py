@@ -56,7 +56,7 @@ def test_opening(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyP
     assert len(result["shared"]["processes"]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_waiting(run: Callable[..., dict[str, Any]]) -> None:
     """Both ways to wait are timed, alone and beside busy cores."""
     result = run(waiting, "--model", "MODEL")
