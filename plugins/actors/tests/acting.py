@@ -90,6 +90,18 @@ class Unsendable(Actor):
         raise Odd(threading.Lock())
 
 
+class Gone:
+    """Can be sent, and not be taken up."""
+
+    def __reduce__(self) -> Any:
+        """Pickle as what raises."""
+        return _vanish, ()
+
+
+def _vanish() -> None:
+    raise q4.LifecycleError("it has vanished")
+
+
 class Odd(Exception):  # noqa: N818  # a test's own
     """Holds what can't be pickled."""
 
