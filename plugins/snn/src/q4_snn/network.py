@@ -441,15 +441,20 @@ class Network(nn.Module):
 
     def _check_finite(self, state: NetworkState) -> None:
         for name in self.order:
-            for kind, value in zip(
-                getattr(self.population(name).neuron, "states", ()), state.neurons.get(name, ()), strict=True
-            ):
-                if not math.isfinite(float(value.detach().sum())) and not bool(torch.isfinite(value).all()):
-                    bad = (~torch.isfinite(value)).any(0).sum()
-                    raise NonFiniteStateError(
-                        f"population {name!r}",
-                        name=kind,
-                        rule="finite",
-                        value=f"NaN or infinity in {int(bad)} of {value.shape[-1]} neurons",
-                        hint="Look at the input, and at the weights of the projections into it.",
-                    )
+            neuron = self.population(name).neuron
+            if neuron is not None:
+                check_finite(name, neuron, state.neurons[name])
+
+
+def check_finite(population: str, neuron: Neuron, state: Iterable[torch.Tensor]) -> None:
+    """Raise a ``NonFiniteStateError`` if a state [B, n] is NaN or infinite."""
+    for kind, value in zip(neuron.states, state, strict=True):
+        if not math.isfinite(float(value.detach().sum())) and not bool(torch.isfinite(value).all()):
+            bad = (~torch.isfinite(value)).any(0).sum()
+            raise NonFiniteStateError(
+                f"population {population!r}",
+                name=kind,
+                rule="finite",
+                value=f"NaN or infinity in {int(bad)} of {value.shape[-1]} neurons",
+                hint="Look at the input, and at the weights of the projections into it.",
+            )
