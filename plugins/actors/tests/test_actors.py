@@ -458,6 +458,8 @@ def test_kinds_of_tensors(system: ActorSystem, runtime: str) -> None:
         system.mutable(torch.zeros(3), name="state")
     with pytest.raises(q4.UnifiedMemoryError):
         system.mutable(torch.zeros(3), name="managed", unified_memory="require_unified")
+    with pytest.raises(q4.ConfigError, match="device"):
+        system.mutable(torch.zeros(3), name="afar", device="cuda:99")
     system.stop(timeout=20.0)
     assert state.is_closed
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from pretended_driver import GB10, accept_pretended, pretend
 
 import q4core as q4
-from q4_actors import ActorDeadError, ActorSystem
+from q4_actors import ActorDeadError, ActorSystem, MutableMode
 from q4_nn import pack_
 from q4_snn import LI, LIF, CubaLIF, Network, Population, Projection, spikegen
 from q4_snn.actors import ActorNetwork
@@ -146,9 +147,33 @@ def test_checkpoint_of_other_populations(tmp_path: Path) -> None:
         system.checkpoint(tmp_path / "state")
     pixels, a, b = Population("pixels", 8), Population("a", 64, LIF(1e-3)), Population("b", 5, LI(1e-3))
     other = Network([pixels, a, b], [Projection(pixels, a), Projection(a, b)])
-    with ActorSystem("threads", resume=tmp_path / "state") as system:
-        with pytest.raises(ConfigError, match="steps must be those of one run"):
-            ActorNetwork(other, system, batch=1)
+    with (
+        ActorSystem("threads", resume=tmp_path / "state") as system,
+        pytest.raises(ConfigError, match="steps must be those of one run"),
+    ):
+        ActorNetwork(other, system, batch=1)
+
+
+def test_state_in_unified_memory(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a pretended GPU that shares the CPU's memory, states lie there, in place, and the bits are the same."""
+    accept_pretended(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    case = pretend(GB10)
+    options = {"device": "cuda:0", "unified_memory": "require_unified", "providers": [case.provider]}
+    with ActorSystem("threads") as system:
+        crew = ActorNetwork(network, system, batch=2, actors=3, **options)
+        assert all(tensor.placement.action == "promoted" for tensor in system._tensors.values() if tensor.placement)
+        assert {tensor.mode for tensor in system._tensors.values()} == {MutableMode.IN_PLACE}
+        found = crew(events(), RECORD)
+    expect_same(found, network, events())
+
+
+@linux
+def test_unified_memory_needs_threads(network: Network) -> None:
+    """Processes can't share a GPU's memory, which is an error where it is required."""
+    with ActorSystem("processes") as system, pytest.raises(q4.UnifiedMemoryError, match="belongs to one process"):
+        ActorNetwork(network, system, batch=2, unified_memory="require_unified")
 
 
 def test_refused(network: Network) -> None:

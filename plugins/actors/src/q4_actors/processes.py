@@ -334,7 +334,7 @@ class Processes:
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> SharedMutableTensor:
         """Return a tensor in shared memory."""
-        refuse_required(name, options.pop("unified_memory", None))
+        refuse_required(name, options.pop("unified_memory", None), options.pop("device", None))
         made = SharedMutableTensor(tensor, name=name, version=version, **options)
         self._note_segment(made.segment)
         return made

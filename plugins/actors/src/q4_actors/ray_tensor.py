@@ -158,12 +158,13 @@ class RayTensor(MutableTensor):
         *,
         mode: MutableMode | str = MutableMode.VERSIONED,
         unified_memory: q4.UnifiedMemoryPolicy | str | None = None,
+        device: torch.device | str | None = None,
     ) -> RayTensor:
         """Make one, which a hub keeps."""
         label = label_of(name)
         if to_mode(label, mode) is not MutableMode.VERSIONED:
             raise q4.ConfigError(label, name="mode", rule="'versioned' on Ray", value=mode)
-        refuse_required(name, unified_memory)
+        refuse_required(name, unified_memory, device)
         check_content(label, tensor, copy=True)
         if tensor.device.type != "cpu":
             raise q4.InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))

@@ -121,8 +121,9 @@ class ActorNetwork:
         system: Runs the actors and holds the tensors, named as the populations.
         batch: B of what it will be given.
         actors: How many, at most one for each population with neurons.
-        **options: Of ``system.mutable``, for all tensors. On threads ``device="cuda", unified_memory="require_unified"``
-            puts them where CPU and GPU reach them; they are read and written where the network lies.
+        **options: Of ``system.mutable``, for all tensors. On threads ``device="cuda"`` and
+            ``unified_memory="require_unified"`` put them where CPU and GPU reach them, uncopied; they are read and
+            written from the side on which the network lies.
 
     Raises:
         ConfigError: An argument or a projection is not legal, a population's name is taken in the system, or its
