@@ -82,6 +82,17 @@ class Friend(Actor):
         return self.other.ask(message, timeout=20.0)
 
 
+class Holding(Actor):
+    """Has a large argument."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def on_receive(self, message: Any) -> float:
+        """Return its sum."""
+        return float(self.tensor.sum())
+
+
 class Unsendable(Actor):
     """Raises errors that can't be pickled."""
 

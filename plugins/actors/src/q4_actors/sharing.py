@@ -180,7 +180,7 @@ def share_by(
     source = [] if weight is None else [tensor for _, tensor in weight.tensors()]
     tensors = [*prepared, *bias, *source]
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        hint = "A GPU's memory belongs to one process; share between threads there."
+        hint = "A GPU's memory belongs to one process: hand the layer itself to its threads."
         raise q4.InputError(f"share {what.name!r}", name="device", rule="the CPU", value=str(what.device), hint=hint)
     spec = None if weight is None else q4.WeightSpec.of(weight).to_json()
     return SharedWeight(header, spec, bool(bias), make(tensors), sum(tensor.nbytes for tensor in tensors))
