@@ -157,6 +157,31 @@ def test_tensor_errors(system: ActorSystem) -> None:
         state.snapshot()
 
 
+class Full:
+    """A hub for whose contents the object store has no room."""
+
+    def __init__(self, hub: Any) -> None:
+        self.begin, self.newest, self._end, self.end = hub.begin, hub.newest, hub.end, self
+
+    def remote(self, name: str, holder: Any, content: Any) -> Any:
+        """Refuse a content."""
+        if content is not None:
+            raise ray.exceptions.ObjectStoreFullError
+        return self._end.remote(name, holder, None)
+
+
+def test_store_that_is_full(system: ActorSystem) -> None:
+    """An update that finds no room is a typed error that names the tensor; the state stays, and others may write."""
+    state: Any = system.mutable(torch.zeros(3), name="state")
+    hub, state._hub = state._hub, Full(state._hub)
+    with pytest.raises(ActorError, match="no room for a version of mutable tensor 'state'"):
+        state.replace(torch.ones(3))
+    state._hub = hub
+    assert state.snapshot().tensor.tolist() == [0, 0, 0]
+    state.replace(torch.ones(3))
+    assert state.version == 1
+
+
 def test_lost_node(cluster: Any) -> None:
     """An actor whose node is lost, and that may run nowhere else, is dead for whoever asks; its system goes on."""
     node = cluster.add_node(num_cpus=1, resources={"lost": 1}, object_store_memory=100_000_000)
