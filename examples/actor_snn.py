@@ -1,6 +1,7 @@
 """A spiking network of actors tells handwritten digits: their memory is shared, their synapses have four bits.
 
     python examples/actor_snn.py [--actors 3] [--processes] [--kills 3] [--jitter 0.01] [--picture actor_snn.png]
+    python examples/actor_snn.py --device cuda --unified-memory require_unified
 
 Each population of leaky integrate-and-fire neurons owns its state as a ``MutableTensor``, and its synapses as
 ``Q4Linear`` layers, which read the other populations' spikes where these lie, uncopied. One update is one step, so the
@@ -35,20 +36,27 @@ MEMBRANE, COUNT, SPIKES = 0, 1, 2  # in a state: potentials, spikes so far, spik
 
 
 class Plan(NamedTuple):
-    """How long to run, with how many actors of which kind, how many of them to kill, and how unsteady they are."""
+    """How long to run, with how many actors of which kind, how many to kill, how unsteady, and where states lie."""
 
     steps: int = 40
     actors: int = 4
     processes: bool = False
     kills: int = 0
     jitter: float = 0.0
+    device: str | None = None
+    unified_memory: str | None = None
+
+    @property
+    def side(self) -> str | None:
+        """From which side states are read and written: the CPU's, where the synapses are."""
+        return "cpu" if self.device == "cuda" else None
 
 
 class Population:
     """Leaky integrate-and-fire neurons, with their state and their synapses from each source."""
 
-    def __init__(self, name: str, masters: Tensors, states: States) -> None:
-        self.state, self.pixels = states[name], states["pixels"]
+    def __init__(self, name: str, masters: Tensors, states: States, side: str | None) -> None:
+        self.state, self.pixels, self.side = states[name], states["pixels"], side
         session = q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact"))
         rows = masters["out"] if name == "out" else masters["hidden"].split(SIZE)[HIDDEN.index(name)]
         parts = zip(SOURCES[name], rows.split(SIZE, 1), strict=True)
@@ -62,9 +70,9 @@ class Population:
         self.pixels.wait(step)  # that version comes when all have done the last step, so none is two steps ahead
         current = torch.zeros(self.state.shape[1:])
         for source, is_input, synapses in self.synapses:
-            with source.read() as seen:
+            with source.read(device=self.side) as seen:
                 current += synapses(seen.tensor[0 if is_input else SPIKES + (step - 1) % 2])
-        with self.state.write() as state:
+        with self.state.write(device=self.side) as state:
             state[MEMBRANE], state[SPIKES + step % 2] = integrate(state[MEMBRANE], current)
             state[COUNT] += state[SPIKES + step % 2]
 
@@ -72,8 +80,9 @@ class Population:
 class Worker(Actor):
     """Advances its populations from wherever their states are."""
 
-    def __init__(self, names: tuple[str, ...], jitter: float, masters: Tensors, states: States) -> None:
-        self.populations, self.jitter = [Population(name, masters, states) for name in names], jitter
+    def __init__(self, names: tuple[str, ...], plan: Plan, masters: Tensors, states: States) -> None:
+        self.populations = [Population(name, masters, states, plan.side) for name in names]
+        self.jitter = plan.jitter
 
     def on_receive(self, step: int) -> float:
         """Do a step, and tell how many bytes an update has copied."""
@@ -110,11 +119,13 @@ def simulate(masters: Tensors, images: torch.Tensor, plan: Plan) -> Outcome:
     fatal = {plan.steps * (kill + 1) // (plan.kills + 1) for kill in range(plan.kills)}
     runtime = "processes" if plan.processes else "threads"
     with ActorSystem(runtime, restarts=min(MAX_RESTARTS, plan.kills)) as system:
-        states = {name: system.mutable(torch.zeros(size), name=name) for name, size in sizes.items()}
+        where = {"device": plan.device, "unified_memory": plan.unified_memory}
+        states = {name: system.mutable(torch.zeros(size), name=name, **where) for name, size in sizes.items()}
         names = [tuple(SOURCES)[index :: plan.actors] for index in range(plan.actors)]
-        workers = [system.spawn(Worker, own, plan.jitter, masters, states) for own in names]
+        workers = [system.spawn(Worker, own, plan, masters, states) for own in names]
         for step in range(1, plan.steps + 1):
-            states["pixels"].replace(input_spikes(images, -step)[None])
+            with states["pixels"].write(device=plan.side) as pixels:
+                pixels[0] = input_spikes(images, -step)
             for worker in workers:
                 worker.tell(step)
             if step in fatal:
@@ -122,14 +133,17 @@ def simulate(masters: Tensors, images: torch.Tensor, plan: Plan) -> Outcome:
             for name, part in zip(SOURCES, trace.split(SIZE, 2), strict=True):
                 while not states[name].wait(step, timeout=0.1):
                     system.check()  # whether somebody failed for good
-                with states[name].read() as seen:
+                with states[name].read(device=plan.side) as seen:
                     part[:, step - 1] = seen.tensor[[MEMBRANE, SPIKES + step % 2], 0]
             if step == 1:
                 started = time.perf_counter()  # everybody is there
         seconds = (time.perf_counter() - started) / (plan.steps - 1)
         copied = sum(worker.ask(plan.steps) for worker in workers)
         copied += states["pixels"].stats().bytes_copied / plan.steps
-        last = {name: states[name].snapshot().tensor for name in SOURCES}
+        last = {}
+        for name in SOURCES:
+            with states[name].read(device=plan.side) as seen:
+                last[name] = seen.tensor.clone()
         return Outcome(last, trace[0], trace[1], seconds, copied, len(fatal))
 
 
@@ -145,12 +159,17 @@ def main() -> None:
     parser.add_argument(
         "--jitter", type=float, default=0.0, help="seconds that an actor sleeps at most before each step"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="whose memory the states lie in; cuda needs threads")
+    policies = [policy.value for policy in q4.UnifiedMemoryPolicy]
+    parser.add_argument("--unified-memory", choices=policies, help="whether CPU and GPU share it; cuda needs it")
     parser.add_argument("--steps", type=int, default=40, help="how long the images are shown (default 40)")
     parser.add_argument("--epochs", type=int, default=15, help="of training (default 15)")
     parser.add_argument("--picture", type=Path, default=Path("actor_snn.png"), help="a PNG (default actor_snn.png)")
     options = parser.parse_args()
     if options.kills and not options.processes:
         parser.error("--kills needs --processes: threads can't be killed")
+    if options.processes and options.device == "cuda":
+        parser.error("--device cuda needs threads: a GPU's memory belongs to one process")
     if options.steps <= 1:
         parser.error("--steps must be at least 2")
     if not 0 <= options.kills < options.steps:

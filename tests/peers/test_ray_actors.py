@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(ACTORS))
     ray = pytest.importorskip("ray")
-    from acting import Echo, Friend, Layered, Stepper
+    from acting import Echo, Friend, Holding, Layered, Stepper
     from ray.cluster_utils import Cluster
 
     from q4_actors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, MessageError
@@ -86,6 +86,10 @@ def test_errors(system: ActorSystem) -> None:
         ref.tell((message for message in "generators can't be pickled"), timeout=5.0)
     ref.kill()
     assert ref.ask(2, timeout=60.0) == 2
+    large = system.spawn(Holding, torch.ones(1_000_000))
+    assert large.ask(1, timeout=60.0) == 1_000_000
+    large.kill()
+    assert large.ask(2, timeout=60.0) == 1_000_000
     for _ in range(3):
         ref.tell(("raise", "again"), timeout=60.0)
     with pytest.raises(ActorDeadError, match=r"actor 'slow' is dead: too many failures, the last by .*again"):
@@ -146,9 +150,36 @@ def test_tensor_errors(system: ActorSystem) -> None:
         system.mutable(torch.zeros(3), name="other", mode="in_place")
     with pytest.raises(q4.UnifiedMemoryError):
         system.mutable(torch.zeros(3), name="managed", unified_memory="require_unified")
+    with pytest.raises(q4.ConfigError, match="device must be 'cpu' but on threads"):
+        system.mutable(torch.zeros(3), name="afar", device="cuda")
     state.close()
     with pytest.raises(q4.LifecycleError, match="is closed"):
         state.snapshot()
+
+
+class Full:
+    """A hub for whose contents the object store has no room."""
+
+    def __init__(self, hub: Any) -> None:
+        self.begin, self.newest, self._end, self.end = hub.begin, hub.newest, hub.end, self
+
+    def remote(self, name: str, holder: Any, content: Any) -> Any:
+        """Refuse a content."""
+        if content is not None:
+            raise ray.exceptions.ObjectStoreFullError
+        return self._end.remote(name, holder, None)
+
+
+def test_store_that_is_full(system: ActorSystem) -> None:
+    """An update that finds no room is a typed error that names the tensor; the state stays, and others may write."""
+    state: Any = system.mutable(torch.zeros(3), name="state")
+    hub, state._hub = state._hub, Full(state._hub)
+    with pytest.raises(ActorError, match="no room for a version of mutable tensor 'state'"):
+        state.replace(torch.ones(3))
+    state._hub = hub
+    assert state.snapshot().tensor.tolist() == [0, 0, 0]
+    state.replace(torch.ones(3))
+    assert state.version == 1
 
 
 def test_lost_node(cluster: Any) -> None:

@@ -265,3 +265,30 @@ def test_refused_graphs(nir: Any) -> None:
     with pytest.raises(NirError) as caught:
         to_nir(Network([a, b], [Projection(a, b)]))
     assert (caught.value.where, caught.value.value) == ("b", "ALIF")
+
+
+def test_graphs_that_are_broken(nir: Any, tmp_path: Path) -> None:
+    """Cycles without neurons, delays and steps that are no numbers, other files, and taken names are errors."""
+    np = pytest.importorskip("numpy")
+    ones = np.ones(3)
+    lif = nir.LIF(tau=ones, r=ones, v_leak=0 * ones, v_threshold=ones)
+    nodes = {"in": nir.Input(np.array([3])), "w": nir.Linear(np.ones((3, 3))), "lif": lif}
+    nodes |= {"late": nir.Delay(ones), "later": nir.Delay(ones), "out": nir.Output(np.array([3]))}
+    chain = [("in", "w"), ("w", "late"), ("late", "lif"), ("lif", "out")]
+    loop = nir.NIRGraph(nodes, [*chain, ("late", "later"), ("later", "late")])
+    with pytest.raises(NirError, match="edge must be free of cycles without neurons"):
+        from_nir(loop, dt=1e-4)
+    for delay in (np.nan, np.inf, -1.0):
+        nodes["late"] = nir.Delay(delay * ones)
+        graph = nir.NIRGraph({name: node for name, node in nodes.items() if name != "later"}, chain)
+        with pytest.raises(NirError, match="delay must be one whole number of steps"):
+            from_nir(graph, dt=1e-4)
+        with pytest.raises(NirError, match="dt must be above 0 seconds"):
+            from_nir(graph, dt=0.0)
+    (tmp_path / "text.nir").write_text("no graph", encoding="utf-8")
+    for name in ("text.nir", "missing.nir"):
+        with pytest.raises(NirError, match="no file of NIR"):
+            read_nir(tmp_path / name, dt=1e-4)
+    a, b = Population("a", 3), Population("b", 3, LIF(1e-3))
+    with pytest.raises(NirError, match="name must be that of one node"):
+        to_nir(Network([a, b], [Projection(a, b, name="b")]))

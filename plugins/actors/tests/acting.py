@@ -82,12 +82,35 @@ class Friend(Actor):
         return self.other.ask(message, timeout=20.0)
 
 
+class Holding(Actor):
+    """Has a large argument."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def on_receive(self, message: Any) -> float:
+        """Return its sum."""
+        return float(self.tensor.sum())
+
+
 class Unsendable(Actor):
     """Raises errors that can't be pickled."""
 
     def on_receive(self, message: Any) -> Any:
         """Raise one."""
         raise Odd(threading.Lock())
+
+
+class Gone:
+    """Can be sent, and not be taken up."""
+
+    def __reduce__(self) -> Any:
+        """Pickle as what raises."""
+        return _vanish, ()
+
+
+def _vanish() -> None:
+    raise q4.LifecycleError("it has vanished")
 
 
 class Odd(Exception):  # noqa: N818  # a test's own

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from matplotlib import image
+from pretended_driver import GB10, accept_pretended, pretend
 
+import q4core as q4
 from q4_actors import ActorDeadError
 from q4_nn import ste_weight
 from tests.repository.test_examples import ROOT, run_example
@@ -116,6 +118,21 @@ def test_each_step_copies_each_state_once(snn: Any, masters: dict[str, torch.Ten
     for processes in (False, True):
         outcome = snn.simulate(masters, _images(snn), snn.Plan(STEPS, actors=2, processes=processes))
         assert outcome.step_bytes == 16 * sizes * 4
+
+
+def test_states_in_unified_memory(snn: Any, masters: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--device cuda --unified-memory require_unified`` over a pretended driver: no update copies, the bits agree."""
+    accept_pretended(monkeypatch)
+    facts = {"is_available": True, "device_count": 1, "current_device": 0, "is_current_stream_capturing": False}
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    provider = pretend(GB10).provider
+    monkeypatch.setattr(q4.default_registry(), "memory_providers", lambda: [provider])
+    images = _images(snn)
+    wanted = snn.simulate(masters, images, snn.Plan(steps=STEPS, actors=1))
+    got = snn.simulate(masters, images, snn.Plan(STEPS, 3, device="cuda", unified_memory="require_unified"))
+    assert got.digest == wanted.digest
+    assert got.step_bytes == 0 < wanted.step_bytes
 
 
 def test_an_actor_that_fails_ends_the_run(snn: Any, masters: dict[str, torch.Tensor]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +81,21 @@ def test_other_backend_prepares_anew(layer: q4.Q4Linear, caplog: pytest.LogCaptu
             lone.layer(session)
         lone.close()
     weight.close()
+
+
+def test_memory_goes_with_the_last_layer(layer: q4.Q4Linear) -> None:
+    """Handles that came by messages have one mapping together, which is gone when they and their layers are."""
+    weight = share(layer)
+    handles = [pickle.loads(pickle.dumps(weight)) for _ in range(2)]  # noqa: S301  # our own
+    layers = [handle.layer() for handle in handles]
+
+    maps, name = Path("/proc/self/maps"), handles[0]._where.name
+    assert maps.read_text(encoding="utf-8").count(name) == 1  # the maker's has no name
+    weight.close()
+    layers.clear()
+    handles.clear()
+    gc.collect()
+    assert name not in maps.read_text(encoding="utf-8")
 
 
 def test_weight_without_a_layer() -> None:

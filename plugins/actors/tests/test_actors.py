@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from acting import Echo, Friend, Starting, Stepper, Unsendable, actor_events
+from acting import Echo, Friend, Gone, Starting, Stepper, Unsendable, actor_events
 
 import q4core as q4
 from q4_actors import (
@@ -331,6 +332,73 @@ def test_messages_that_cannot_be_sent() -> None:
 
 
 @only_processes
+def test_spawn_after_one_that_failed() -> None:
+    """What can't be spawned takes nothing away from the next one."""
+
+    class Local(Actor):
+        pass
+
+    with ActorSystem("processes") as system:
+        for _ in range(2):
+            with pytest.raises(MessageError, match="can't be sent to a process"):
+                system.spawn(Local)
+        assert system.spawn(Echo).ask(1, timeout=20.0) == 1
+
+
+@only_processes
+def test_message_that_cannot_be_unpacked() -> None:
+    """A message whose tensor is gone fails once, as any other, and the actor handles the next one."""
+    with ActorSystem("processes", restarts=1) as system:
+        ref, gone = system.spawn(Echo), SharedMutableTensor(torch.zeros(2))
+        ref.ask(1, timeout=20.0)
+        ref.tell(("sleep", 0.3))
+        ref.tell(gone)
+        gone.close()
+        assert ref.ask("count", timeout=20.0) == 1  # restarted
+        with pytest.raises(q4.LifecycleError, match="vanished"):
+            ref.ask(Gone(), timeout=20.0)
+        assert ref.ask("count", timeout=20.0) == 2
+
+
+@only_processes
+def test_answers_that_nobody_waits_for() -> None:
+    """Many answers that come too late don't hold up the actor, and what large ones took is given back."""
+    with ActorSystem("processes") as system:
+        ref = system.spawn(Echo)
+        ref.ask(1, timeout=20.0)
+        ref.tell(("sleep", 0.3))
+        for _ in range(20):  # more than a box for answers holds
+            with pytest.raises(AskTimeoutError):
+                ref.ask(torch.zeros(5000), timeout=0.0)
+        ref.stop(timeout=5.0)
+        assert ref.page.why == "it was stopped"  # type: ignore[attr-defined]  # a process's
+        assert ref.page.current[0] == 0  # type: ignore[attr-defined]  # it was not killed
+        assert not [item for folder in SHARED.glob("q4actors-*") for item in folder.glob("m*")]
+
+
+@only_processes
+def test_files_of_askers_that_ended() -> None:
+    """Neither threads that asked nor systems that were stopped leave files open."""
+    with ActorSystem("processes") as system:
+        ref = system.spawn(Echo)
+        files = Path(f"/proc/{ref.ask('pid', timeout=20.0)}/fd")
+        before = len(list(files.iterdir()))
+        for _ in range(20):
+            thread = threading.Thread(target=ref.ask, args=(1,))
+            thread.start()
+            thread.join()
+        assert len(list(files.iterdir())) <= before + 2
+    del ref
+    counts = []
+    for _ in range(3):
+        with ActorSystem("processes") as system:
+            system.spawn(Echo).ask(1, timeout=20.0)
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert counts[0] == counts[-1]
+
+
+@only_processes
 def test_reference_after_the_end() -> None:
     """A reference that is unpickled after its system was stopped tells so."""
     with ActorSystem("processes") as system:
@@ -390,6 +458,8 @@ def test_kinds_of_tensors(system: ActorSystem, runtime: str) -> None:
         system.mutable(torch.zeros(3), name="state")
     with pytest.raises(q4.UnifiedMemoryError):
         system.mutable(torch.zeros(3), name="managed", unified_memory="require_unified")
+    with pytest.raises(q4.ConfigError, match="device"):
+        system.mutable(torch.zeros(3), name="afar", device="cuda:99")
     system.stop(timeout=20.0)
     assert state.is_closed
 
@@ -404,6 +474,11 @@ def test_checkpoint_errors(system: ActorSystem, runtime: str, tmp_path: Path) ->
     assert [item.name for item in tmp_path.iterdir()] == ["c.pt"]
     (tmp_path / "bad.pt").write_bytes(path.read_bytes()[:100])
     for bad in ("bad.pt", "missing.pt"):
+        with pytest.raises(q4.CheckpointError, match="no checkpoint of an actor system"):
+            ActorSystem(runtime, resume=tmp_path / bad)
+    (tmp_path / "empty.pt").touch()
+    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
+    for bad in ("empty.pt", "tensor.pt"):
         with pytest.raises(q4.CheckpointError, match="no checkpoint of an actor system"):
             ActorSystem(runtime, resume=tmp_path / bad)
     torch.save({"q4_actors": 9, "tensors": {}}, tmp_path / "bad.pt")

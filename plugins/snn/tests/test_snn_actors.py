@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from pretended_driver import GB10, accept_pretended, pretend
 
 import q4core as q4
-from q4_actors import ActorSystem
+from q4_actors import ActorDeadError, ActorSystem, MutableMode
 from q4_nn import pack_
 from q4_snn import LI, LIF, CubaLIF, Network, Population, Projection, spikegen
 from q4_snn.actors import ActorNetwork
@@ -96,11 +97,92 @@ def test_resumed(network: Network, tmp_path: Path) -> None:
     expect_same({name: torch.cat([first[name], second[name]]) for name in RECORD}, network, events())
 
 
-def test_refused(network: Network) -> None:
-    """Too many actors, another batch and another size are errors."""
-    with ActorSystem("threads") as system, pytest.raises(ConfigError, match="actors must be 1 … 3"):
-        ActorNetwork(network, system, batch=2, actors=4)
+class Fragile(LIF):
+    """Fails in its third step, once."""
+
+    left = 3
+
+    def forward(self, x: torch.Tensor, mem: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Step, or fail."""
+        Fragile.left -= 1
+        if Fragile.left == 0:
+            raise OSError("once")
+        return super().forward(x, mem)
+
+
+def small(neuron: LIF) -> Network:
+    """Return two populations, of which the second needs the first in the same step."""
+    torch.manual_seed(0)
+    pixels, a, out = Population("pixels", 8, spikes=True), Population("a", 64, neuron), Population("out", 5, LI(1e-3))
+    return Network([pixels, a, out], [Projection(pixels, a, format="nf4"), Projection(a, out)])
+
+
+def test_a_step_that_failed_is_done_again() -> None:
+    """An actor that fails once and is restarted does that step, and the bits are the same."""
+    x = torch.ones(6, 1, 8)
     with ActorSystem("threads") as system:
+        Fragile.left = 3
+        found = ActorNetwork(small(Fragile(1e-3)), system, batch=1, actors=2)(x, ("out",))
+        assert Fragile.left < 0
+    with torch.no_grad():
+        assert torch.equal(found["out"], small(LIF(1e-3))(x, record=("out",))[0]["out"])
+
+
+def test_membrane_that_is_not_finite() -> None:
+    """NaN ends a run by an error that names the population; no state has it, and the system stops."""
+    x = torch.ones(3, 1, 8)
+    x[1] = torch.nan
+    with ActorSystem("threads", restarts=1) as system:
+        crew = ActorNetwork(small(LIF(1e-3)), system, batch=1, actors=2)
+        with pytest.raises(ActorDeadError, match=r"NonFiniteStateError: population 'a': mem must be finite"):
+            crew(x)
+        assert crew.clock == 1
+        system.stop(timeout=5.0)
+
+
+def test_checkpoint_of_other_populations(tmp_path: Path) -> None:
+    """A population that the checkpoint does not know is refused: it would begin in the midst of others' steps."""
+    with ActorSystem("threads") as system:
+        ActorNetwork(small(LIF(1e-3)), system, batch=1)(torch.ones(3, 1, 8))
+        system.checkpoint(tmp_path / "state")
+    pixels, a, b = Population("pixels", 8), Population("a", 64, LIF(1e-3)), Population("b", 5, LI(1e-3))
+    other = Network([pixels, a, b], [Projection(pixels, a), Projection(a, b)])
+    with (
+        ActorSystem("threads", resume=tmp_path / "state") as system,
+        pytest.raises(ConfigError, match="steps must be those of one run"),
+    ):
+        ActorNetwork(other, system, batch=1)
+
+
+def test_state_in_unified_memory(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a pretended GPU that shares the CPU's memory, states lie there, in place, and the bits are the same."""
+    accept_pretended(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    case = pretend(GB10)
+    options = {"device": "cuda:0", "unified_memory": "require_unified", "providers": [case.provider]}
+    with ActorSystem("threads") as system:
+        crew = ActorNetwork(network, system, batch=2, actors=3, **options)
+        assert all(tensor.placement.action == "promoted" for tensor in system._tensors.values() if tensor.placement)
+        assert {tensor.mode for tensor in system._tensors.values()} == {MutableMode.IN_PLACE}
+        found = crew(events(), RECORD)
+    expect_same(found, network, events())
+
+
+@linux
+def test_unified_memory_needs_threads(network: Network) -> None:
+    """Processes can't share a GPU's memory, which is an error where it is required."""
+    with ActorSystem("processes") as system, pytest.raises(q4.UnifiedMemoryError, match="belongs to one process"):
+        ActorNetwork(network, system, batch=2, unified_memory="require_unified")
+
+
+def test_refused(network: Network) -> None:
+    """Too many actors, another batch and another size are errors, after which the right arguments will do."""
+    with ActorSystem("threads") as system:
+        with pytest.raises(ConfigError, match="actors must be 1 … 3"):
+            ActorNetwork(network, system, batch=2, actors=4)
+        with pytest.raises(ConfigError, match="batch must be a positive whole number"):
+            ActorNetwork(network, system, batch=0)
         crew = ActorNetwork(network, system, batch=2)
         with pytest.raises(InputError, match="population 'pixels'"):
             crew(events()[:, :1])

@@ -155,6 +155,8 @@ IN, A, B, C = Population("in", 3), population("a"), population("b"), population(
         (lambda: Network([A], []), ("populations", [])),
         (lambda: Projection(A, B, delay=-1), ("delay", -1)),
         (lambda: Population("a.b", 3), ("name", "a.b")),
+        (lambda: Population("pop", 3), ("name", "pop")),  # torch's modules have such a method
+        (lambda: Projection(A, B, name="a.b"), ("name", "a.b")),
         (lambda: Population("a", 0), ("size", 0)),
         (lambda: Population("a", 3, LIF(torch.ones(2))), ("neuron", "for 2")),
     ],

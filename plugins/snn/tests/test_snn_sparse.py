@@ -116,3 +116,13 @@ def test_a_spike_of_nobody_is_refused(spiking: torch.Tensor) -> None:
     with pytest.raises(q4.InputError, match="spiking"):
         projection.deliver(spiking)
     assert float(projection.ring.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(("count", "delay", "what"), [(0, 1.0, "counts"), (-1, 1.0, "counts"), (5, 0.1, "delay")])
+def test_random_synapses_that_cannot_be_are_refused(count: int, delay: float, what: str) -> None:
+    """No synapse, a negative number of them, and a mean delay below a step are typed errors."""
+    options: dict[str, Any] = {"weight_spread": 0.1, "delay_spread": 0.0, "generator": torch.Generator()}
+    with pytest.raises(q4.InputError, match=f"{what} must be"):
+        SparseProjection.fixed_total_number(
+            [3], torch.tensor([[count]]), torch.ones(1, 1), torch.full((1, 1), delay), **options
+        )

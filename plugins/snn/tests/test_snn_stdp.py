@@ -92,3 +92,7 @@ def test_refused() -> None:
             STDP(weights(kind))
     with pytest.raises(InputError, match=r"targets must be of shape \[B, 6\]"):
         STDP(weights()).step(torch.zeros(1, 128), torch.zeros(1, 5))
+    rule = STDP(weights())
+    rule.step(torch.zeros(1, 128), torch.zeros(1, 6))
+    with pytest.raises(InputError, match="sources must be a batch of 1"):
+        rule.step(torch.zeros(3, 128), torch.zeros(3, 6))

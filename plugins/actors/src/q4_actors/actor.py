@@ -237,14 +237,14 @@ class Life:
                 self._report("started", actor=spec.name)
                 return
 
-    def handle(self, message: Any, *, is_asked: bool) -> Any:
-        """Handle a message, and return or raise what answers it.
+    def handle(self, message: Any, *, is_asked: bool, load: Callable[[Any], Any] | None = None) -> Any:
+        """Handle a message, which ``load`` unpacks if it is given, and return or raise what answers it.
 
         Raises:
             ActorDeadError: Nobody asked, and it failed more often than the limit allows.
         """
         try:
-            return self._actor.on_receive(message)
+            return self._actor.on_receive(message if load is None else load(message))
         except PLUGIN_FAULTS as error:
             if is_asked:
                 raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import pickle
 import tempfile
 import time
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 from q4_actors.arguments import MutableMode, to_mode
 from q4_actors.errors import ActorError
 from q4core import CheckpointError, InputError
+from q4core.plugin_api import PLUGIN_FAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,7 +76,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Kept]:
         CheckpointError: It is no such file.
     """
     try:
-        found: Any = torch.load(path, weights_only=True)
+        found: Any = dict(torch.load(path, weights_only=True))
         if found["q4_actors"] != _VERSION:
             raise CheckpointError(  # noqa: TRY301  # as all that the file may hold
                 "checkpoint", name="q4_actors", rule=str(_VERSION), value=found["q4_actors"], where=str(path)
@@ -87,7 +87,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Kept]:
         }
     except CheckpointError:
         raise
-    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except PLUGIN_FAULTS as error:  # torch's, of any file
         text = f"no checkpoint of an actor system: {type(error).__name__}: {error}"
         raise CheckpointError(text, where=str(path), hint="Give a file that ActorSystem.checkpoint wrote.") from error
 

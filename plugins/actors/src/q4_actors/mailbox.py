@@ -240,6 +240,9 @@ class Post:
     def _file(self, box: str) -> int:
         file = self._open.get(box)
         if file is None:
+            if box.startswith("r"):  # those of threads that have ended are gone
+                for gone in [name for name in self._open if not (self.folder / name).exists()]:
+                    os.close(self._open.pop(gone))
             try:
                 file = os.open(self.folder / box, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError as error:  # ENXIO: nobody reads; ENOENT: it is gone

@@ -76,8 +76,15 @@ def mutable(  # noqa: PLR0913  # the options of one call
     return made
 
 
-def refuse_required(name: str, unified_memory: q4.UnifiedMemoryPolicy | str | None) -> None:
-    """Refuse a policy that requires memory which processes can't share."""
+def refuse_required(
+    name: str, unified_memory: q4.UnifiedMemoryPolicy | str | None, device: torch.device | str | None = None
+) -> None:
+    """Refuse a policy that requires memory which processes can't share, and a device that is not the CPU."""
+    if device is not None and torch.device(device).type != "cpu":
+        label = f"mutable tensor {name!r}"
+        raise q4.ConfigError(
+            label, name="device", rule="'cpu' but on threads", value=str(device), hint='Use runtime="threads".'
+        )
     config = q4.resolve_config(q4.SessionConfig(unified_memory=unified_memory))
     if config.unified_memory is q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED:
         text = f"mutable tensor {name!r} can't lie in unified memory: that belongs to one process"

@@ -106,7 +106,22 @@ class ProcessRef(ActorRef):
             raise ActorError(f"actor {self.name!r} asks itself, and would wait for ever", actor=self.name)
         boxes = vars(_HERE).setdefault("boxes", {})
         box = boxes.get(self._post.folder) or boxes.setdefault(self._post.folder, _ReplyBox(self._post))
-        number, deadline = next(_NUMBERS), None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            answer = self._await_answer(message, box, deadline, timeout)
+        except BaseException:
+            boxes.pop(self._post.folder, None)  # what comes late finds nobody, and fills no box that nobody empties
+            with contextlib.suppress(OSError):
+                while (late := box.take(0.0)) is not None:
+                    self._post.forget(late)
+            raise
+        value = pickle.loads(answer.body)  # noqa: S301  # the folder is this user's alone
+        if answer.kind == WELL:
+            return value
+        raise value
+
+    def _await_answer(self, message: Any, box: _ReplyBox, deadline: float | None, timeout: float | None) -> Frame:
+        number = next(_NUMBERS)
         self._send(ASK, message, deadline, number=number, reply=box.name)
         while True:
             left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
@@ -120,11 +135,7 @@ class ProcessRef(ActorRef):
             else:
                 self._post.forget(answer)
                 if answer.number == number:
-                    break
-        value = pickle.loads(answer.body)  # noqa: S301  # the folder is this user's alone
-        if answer.kind == WELL:
-            return value
-        raise value
+                    return answer
 
     def stop(self, *, timeout: float | None = None) -> None:
         """End the process; see ``ActorRef.stop``."""
@@ -235,10 +246,10 @@ def _work(folder: str, number: int, spec: Spec, options: Options, threads: int) 
 def _handle(life: Life, name: str, post: Post, frame: Frame) -> None:
     is_asked, label = frame.kind == ASK, f"the answer of actor {name!r}"
     if not is_asked:
-        life.handle(pickle.loads(frame.body), is_asked=False)  # noqa: S301  # the folder is this user's alone
+        life.handle(frame.body, is_asked=False, load=pickle.loads)
         return
     try:
-        kind, body = WELL, dumps(label, life.handle(pickle.loads(frame.body), is_asked=True))  # noqa: S301  # as above
+        kind, body = WELL, dumps(label, life.handle(frame.body, is_asked=True, load=pickle.loads))
     except PLUGIN_FAULTS as error:
         kind, body = WRONG, _packed_error(label, error)
     _answer(post, frame, kind, body)
@@ -305,22 +316,25 @@ class Processes:
         with self._lock:
             number = len(self._workers)
             box = self._post.make_box(f"box{number}", self._options.mailbox)
-            Page.create(self._post.folder / f"page{number}")
-            worker = _Worker(spec, ProcessRef(self._post, number, spec.name, self._options.mailbox, self), box)
             try:
+                Page.create(self._post.folder / f"page{number}")
+                worker = _Worker(spec, ProcessRef(self._post, number, spec.name, self._options.mailbox, self), box)
                 self._start(worker, number)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                text = f"actor {spec.name!r} can't be sent to a process: {error}"
-                raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
-            except (OSError, EOFError) as error:
-                raise ActorError(f"actor {spec.name!r} gets no process: {describe_exception(error)}") from error
+            except BaseException as error:
+                _remove_box(box, self._post.folder / f"box{number}")  # the number is the next one's
+                if isinstance(error, (pickle.PicklingError, AttributeError, TypeError)):
+                    text = f"actor {spec.name!r} can't be sent to a process: {error}"
+                    raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
+                if isinstance(error, (OSError, EOFError)):
+                    raise ActorError(f"actor {spec.name!r} gets no process: {describe_exception(error)}") from error
+                raise
             self._workers[number] = worker
         self._wake()
         return worker.ref
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> SharedMutableTensor:
         """Return a tensor in shared memory."""
-        refuse_required(name, options.pop("unified_memory", None))
+        refuse_required(name, options.pop("unified_memory", None), options.pop("device", None))
         made = SharedMutableTensor(tensor, name=name, version=version, **options)
         self._note_segment(made.segment)
         return made
@@ -367,6 +381,7 @@ class Processes:
         for worker in self._workers.values():
             os.close(worker.box)
         os.close(self._events)
+        vars(_HERE).get("boxes", {}).pop(self._post.folder, None)
         self._end()
 
     def _start(self, worker: _Worker, number: int) -> None:

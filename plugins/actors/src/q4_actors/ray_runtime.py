@@ -215,6 +215,7 @@ class RayRuntime:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         self._hub: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Hub).remote()
         self._handles: list[Any] = [self._hub]
+        self._specs: list[Any] = []
         self._thread = threading.Thread(target=self._pass_on, name="actor events", daemon=True)
         self._thread.start()
 
@@ -228,11 +229,16 @@ class RayRuntime:
             **self._ray_options,
         }
         try:
-            handle = _host().options(**options).remote(spec, self._options, torch.get_num_threads(), self._hub)
+            kept = ray.put(spec)  # Ray itself would drop a large one, and then can't restart the actor
+            handle = _host().options(**options).remote(kept, self._options, torch.get_num_threads(), self._hub)
+        except ray.exceptions.ObjectStoreFullError as error:
+            text = f"the object store has no room for the arguments of actor {spec.name!r}"
+            raise ActorError(text, hint="Share a weight or a tensor, or give Ray more memory.") from error
         except (TypeError, AttributeError, q4.Q4Error) as error:
             text = f"actor {spec.name!r} can't be sent to a process: {describe_exception(error)}"
             raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
         self._handles.append(handle)
+        self._specs.append(kept)
         return RayRef(spec.name, handle, self._options.mailbox)
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> RayTensor:

@@ -18,6 +18,7 @@ import torch
 
 import q4core as q4
 from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
+from q4_actors.errors import ActorError
 from q4_actors.placing import refuse_required
 from q4_actors.snapshot import MutableStats, Snapshot
 from q4_actors.tensor import MutableTensor
@@ -158,17 +159,19 @@ class RayTensor(MutableTensor):
         *,
         mode: MutableMode | str = MutableMode.VERSIONED,
         unified_memory: q4.UnifiedMemoryPolicy | str | None = None,
+        device: torch.device | str | None = None,
     ) -> RayTensor:
         """Make one, which a hub keeps."""
         label = label_of(name)
         if to_mode(label, mode) is not MutableMode.VERSIONED:
             raise q4.ConfigError(label, name="mode", rule="'versioned' on Ray", value=mode)
-        refuse_required(name, unified_memory)
+        refuse_required(name, unified_memory, device)
         check_content(label, tensor, copy=True)
         if tensor.device.type != "cpu":
             raise q4.InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
-        ray.get(hub.add.remote(name, _sent(tensor), version))
-        return cls(hub, name, (tensor.dtype, tuple(tensor.shape)))
+        made = cls(hub, name, (tensor.dtype, tuple(tensor.shape)))
+        made.call("add", _sent(tensor), version)
+        return made
 
     @property
     def shape(self) -> torch.Size:
@@ -246,6 +249,7 @@ class RayTensor(MutableTensor):
         """Call the hub.
 
         Raises:
+            ActorError: The object store is full.
             LifecycleError: It is closed, or the hub's node is lost.
         """
         if self._is_closed:
@@ -255,6 +259,9 @@ class RayTensor(MutableTensor):
         except ray.exceptions.RayActorError as error:
             text = f"{self._content.label} is lost: its system was stopped, or its node failed"
             raise q4.LifecycleError(text, hint="Resume from a checkpoint.") from error
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+            text = f"the object store has no room for a version of {self._content.label}"
+            raise ActorError(text, hint="Give Ray more memory.") from error
 
     def content(self) -> tuple[torch.Tensor, int]:
         """Return the newest version, in the store's memory, and its number."""
@@ -327,5 +334,10 @@ class _Write:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Publish the copy, unless the block failed."""
-        if self._owner.call("end", self._holder, None if kind is not None else _sent(self._work)) < 0 and kind is None:
+        try:
+            version = self._owner.call("end", self._holder, None if kind is not None else _sent(self._work))
+        except ActorError:
+            self._owner.call("end", self._holder, None)
+            raise
+        if version < 0 and kind is None:
             raise q4.LifecycleError(f"an update of {label_of(self._owner.name)} lost its turn, and is dropped")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -107,31 +107,36 @@ class InSegment:
         self._forms, total = forms_of(tensors)
         form = Form(MutableMode.IN_PLACE, torch.uint8, (total,), 1)
         zeros = torch.zeros((), dtype=torch.uint8, device="cpu").expand(total)
-        self._made: Segment | None = Segment.create("shared weight", form, zeros)
-        self.name = self._made.name
-        to_flat(tensors, self._made.slots[0])
+        self._segment: Segment | None = Segment.create("shared weight", form, zeros)
+        self.name = self._segment.name
+        to_flat(tensors, self._segment.slots[0])
 
     def tensors(self) -> list[torch.Tensor]:
         """Return them, over this process's mapping."""
-        segment = self._made or _attached(self.name, os.getpid())
-        if not segment.slots:
+        if self._segment is None:
+            self._segment = _attached(self.name)
+        if not self._segment.slots:
             raise q4.LifecycleError("the shared weight is closed")
-        return from_flat(segment.slots[0], self._forms)
+        return from_flat(self._segment.slots[0], self._forms)
 
     def close(self) -> None:
         """Take the name away, if this process made it."""
-        if self._made is not None:
-            self._made.close()
-            self._made.let_go()
+        if self._segment is not None and self._segment.is_maker:
+            self._segment.close()
+            self._segment.let_go()
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle by name."""
-        return {"_forms": self._forms, "_made": None, "name": self.name}
+        return {"_forms": self._forms, "_segment": None, "name": self.name}
 
 
-@functools.lru_cache(maxsize=1024)
-def _attached(name: str, process: int) -> Segment:  # noqa: ARG001  # a forked child has its own
-    return Segment.attach("shared weight", name)
+_ATTACHED: weakref.WeakValueDictionary[tuple[str, int], Segment] = weakref.WeakValueDictionary()
+"""By name and process, since a forked child has its own: one mapping for a weight's handles while one of them lives."""
+
+
+def _attached(name: str) -> Segment:
+    key = name, os.getpid()
+    return _ATTACHED.get(key) or _ATTACHED.setdefault(key, Segment.attach("shared weight", name))
 
 
 def forms_of(tensors: Iterable[torch.Tensor]) -> tuple[list[tuple[int, torch.dtype, tuple[int, ...]]], int]:
@@ -175,7 +180,7 @@ def share_by(
     source = [] if weight is None else [tensor for _, tensor in weight.tensors()]
     tensors = [*prepared, *bias, *source]
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        hint = "A GPU's memory belongs to one process; share between threads there."
+        hint = "A GPU's memory belongs to one process: hand the layer itself to its threads."
         raise q4.InputError(f"share {what.name!r}", name="device", rule="the CPU", value=str(what.device), hint=hint)
     spec = None if weight is None else q4.WeightSpec.of(weight).to_json()
     return SharedWeight(header, spec, bool(bias), make(tensors), sum(tensor.nbytes for tensor in tensors))

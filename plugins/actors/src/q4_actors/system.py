@@ -143,7 +143,7 @@ class ActorSystem:
             tensor: The first content.
             name: Its name in checkpoints and messages.
             **options: ``mode``, and of ``q4_actors.mutable`` what else the runtime has: threads take all of it;
-                processes and Ray have the system's memory on the CPU, and refuse a policy that requires another.
+                processes and Ray have the system's memory on the CPU, and refuse what requires another.
 
         Returns:
             A ``MutableTensor`` (threads), a ``SharedMutableTensor`` (processes) or Ray's, all with the same methods:

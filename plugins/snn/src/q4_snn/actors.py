@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import nn
 
-from q4_actors import Actor, SharedWeight
+from q4_actors import Actor, MailboxFullError, SharedWeight
 from q4_nn import FilledLinear
-from q4_snn.network import Projection, event_product
+from q4_snn.network import Projection, check_finite, event_product
 from q4core import ConfigError, InputError, Q4Linear, Session, SessionConfig
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from q4_snn.neurons import Neuron
 
 __all__ = ["ActorNetwork"]
+
+_LOOK_S = 0.5
+"""How often whoever waits looks whether others still live."""
 
 
 @attrs.frozen(eq=False)
@@ -57,35 +61,46 @@ class _Part:
 class _Worker(Actor):
     """Advances some populations by one step for each message, which is the number of the step.
 
-    A message may come twice, after a restart: populations that have done the step are let be.
+    A message may come twice, after a restart or where sources are late: populations that have done the step are let
+    be. An actor waits for nobody who may be dead, so that it can be stopped.
     """
 
     def __init__(
-        self, parts: Mapping[str, _Part], tensors: Mapping[str, MutableTensor], rows: Mapping[str, int]
+        self,
+        parts: Mapping[str, _Part],
+        tensors: Mapping[str, MutableTensor],
+        rows: Mapping[str, int],
+        side: str | None,
     ) -> None:
-        self.parts, self.tensors, self.rows = parts, tensors, rows
+        self.parts, self.tensors, self.rows, self.side = parts, tensors, rows, side
         self.products = {name: [item.product() for item in part.synapses] for name, part in parts.items()}
 
     def on_receive(self, message: int) -> None:
-        """Do a step."""
-        for name, part in self.parts.items():
-            if self.tensors[name].version < message:
-                with torch.no_grad():
-                    self._advance(name, part, message)
+        """Do a step, or what of it can be done now."""
+        with torch.no_grad():
+            for name, part in self.parts.items():
+                if self.tensors[name].version < message and not self._advance(name, part, message):
+                    return
 
-    def _advance(self, name: str, part: _Part, step: int) -> None:
+    def _advance(self, name: str, part: _Part, step: int) -> bool:
+        """Do a population's step; return False, with nothing done, if a source is late."""
         own = self.tensors[name]
-        current = torch.zeros(own.shape[1:])
+        with own.read(device=self.side) as seen:
+            before = seen.tensor[: part.rows].clone()
+        current = torch.zeros(own.shape[1:], device=before.device)
         for item, product in zip(part.synapses, self.products[name], strict=True):
             source = self.tensors[item.source]
-            source.wait(max(0, step - item.delay))
-            with source.read() as seen:
+            if not source.wait(max(0, step - item.delay), timeout=_LOOK_S):
+                return False
+            with source.read(device=self.side) as seen:
                 current = current + product(_output(seen.tensor, self.rows[item.source], step - item.delay))
-        with own.write() as state:
-            given, *after = part.neuron(current, *state[: part.rows].clone())
+        given, *after = part.neuron(current, *before)
+        check_finite(name, part.neuron, after)
+        with own.write(wait=True, device=self.side) as state:
             for row, value in enumerate(after):
                 state[row] = value
             _output(state, part.rows, step).copy_(given)
+        return True
 
 
 def _output(state: torch.Tensor, rows: int, step: int) -> torch.Tensor:
@@ -106,34 +121,49 @@ class ActorNetwork:
         system: Runs the actors and holds the tensors, named as the populations.
         batch: B of what it will be given.
         actors: How many, at most one for each population with neurons.
+        **options: Of ``system.mutable``, for all tensors. On threads ``device="cuda"`` and
+            ``unified_memory="require_unified"`` put them where CPU and GPU reach them, uncopied; they are read and
+            written from the side on which the network lies.
 
     Raises:
-        ConfigError: ``actors`` or a projection is not legal, or a population's name is taken in the system.
+        ConfigError: An argument or a projection is not legal, a population's name is taken in the system, or its
+            checkpoint has steps of these populations that are not of one run.
+        UnifiedMemoryError: Required, and impossible.
     """
 
-    def __init__(self, network: Network, system: ActorSystem, *, batch: int, actors: int = 1) -> None:
+    def __init__(self, network: Network, system: ActorSystem, *, batch: int, actors: int = 1, **options: Any) -> None:
         self._network, self._system, self._batch = network, system, batch
+        names = [name for name in network.order if name not in network.inputs]
+        for what, value, most in (("batch", batch, None), ("actors", actors, len(names))):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most and value > most):
+                rule = f"1 … {most}" if most else "a positive whole number"
+                raise ConfigError("ActorNetwork", name=what, rule=rule, value=value)
+        home = next((item.device for item in (*network.parameters(), *network.buffers())), torch.device("cpu"))
         parts = {}
         self._rows: dict[str, int] = {}
         self._tensors: dict[str, MutableTensor] = {}
         for name in network.order:
             population = network.population(name)
-            rest = torch.zeros(batch, population.size)
+            rest = torch.zeros(batch, population.size, device=home)
             states = () if population.neuron is None else population.neuron.rest(rest)
             self._rows[name] = len(states)
             ring = [rest] * (network.depth(name) + 1)
-            self._tensors[name] = system.mutable(torch.stack([*states, *ring]), name=name)
+            self._tensors[name] = system.mutable(torch.stack([*states, *ring]), name=name, **options)
             if population.neuron is not None:
                 parts[name] = _Part(population.neuron, len(states), tuple(map(self._share, network.into(name))))
-        if not isinstance(actors, int) or not 1 <= actors <= len(parts):
-            raise ConfigError("ActorNetwork", name="actors", rule=f"1 … {len(parts)}", value=actors)
-        names = [*parts]
+        versions = {name: tensor.version for name, tensor in self._tensors.items()}
+        if max(versions.values()) > self.clock + 1:  # nobody is two steps ahead
+            hint = "Resume from a checkpoint of a network with these populations."
+            raise ConfigError("ActorNetwork", name="steps", rule="those of one run", value=versions, hint=hint)
+        is_apart = home.type == "cpu" and any(tensor.device.type != "cpu" for tensor in self._tensors.values())
+        self._side = "cpu" if is_apart else None
         self._actors = [
             system.spawn(
                 _Worker,
                 {name: parts[name] for name in names[index::actors]},
                 self._tensors,
                 self._rows,
+                self._side,
                 name=f"neurons-{index}",
             )
             for index in range(actors)
@@ -175,7 +205,8 @@ class ActorNetwork:
 
         Raises:
             InputError: x does not fit the inputs, or ``record`` names what is not there.
-            ActorDeadError: An actor failed more often than its system allows. The state is that of the last whole step.
+            ActorDeadError: An actor failed more often than its system allows: its error is told. It may be a
+                ``NonFiniteStateError`` of a population, whose state is then that of the step before.
         """
         sequences, places = self._network.check_run(x, record)
         for name, value in sequences.items():
@@ -188,7 +219,7 @@ class ActorNetwork:
             step = start + 1 + index
             self._step(step, {name: value[index] for name, value in sequences.items()})
             for name, (population, state) in places.items():
-                with self._tensors[population].read() as seen:
+                with self._tensors[population].read(device=self._side) as seen:
                     lies = _output(seen.tensor, self._rows[population], step) if state is None else seen.tensor[state]
                     found[name].append(lies.clone())
         return {name: torch.stack(steps) for name, steps in found.items()}
@@ -197,10 +228,13 @@ class ActorNetwork:
         """Let everybody do a step: inputs come when all have done the last one, so nobody is two steps ahead."""
         for name, value in inputs.items():
             if self._tensors[name].version < step:
-                with self._tensors[name].write(wait=True) as state:
+                with self._tensors[name].write(wait=True, device=self._side) as state:
                     _output(state, 0, step).copy_(value)
         for actor in self._actors:
             actor.tell(step)
         for tensor in self._tensors.values():
-            while not tensor.wait(step, timeout=0.5):
+            while not tensor.wait(step, timeout=_LOOK_S):
                 self._system.check()
+                for actor in self._actors:  # who failed has lost the message, and who gave up waiting needs another
+                    with contextlib.suppress(MailboxFullError):
+                        actor.tell(step, timeout=0)

@@ -35,7 +35,7 @@ class Population(nn.Module):
     """A number of neurons of one kind under a name; without a neuron it is an input of the network.
 
     Args:
-        name: Unlike every other in a network, without dots and slashes.
+        name: Unlike every other in a network, without dots and slashes, and no attribute of ``nn.ModuleDict``.
         size: How many neurons.
         neuron: How they compute; None for an input.
         spikes: Whether an input gives zeros and ones alone, so that packed synapses may run by its spikes.
@@ -46,8 +46,7 @@ class Population(nn.Module):
 
     def __init__(self, name: str, size: int, neuron: Neuron | None = None, *, spikes: bool = False) -> None:
         super().__init__()
-        if not isinstance(name, str) or not name or {".", "/"} & {*name}:
-            raise ConfigError("population", name="name", rule="a word without dots and slashes", value=name)
+        _check_name("population", name, "./")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"population {name!r}", name="size", rule="a positive whole number", value=size)
         if neuron is not None and neuron.size not in {None, size}:
@@ -64,6 +63,15 @@ class Population(nn.Module):
             return (x,)
         found: tuple[torch.Tensor, ...] = self.neuron(x, *state)
         return found
+
+
+def _check_name(what: str, name: str, without: str) -> None:
+    """Refuse what can't be the name of a module, as torch keeps them."""
+    if not isinstance(name, str) or not name or {*without} & {*name}:
+        raise ConfigError(what, name="name", rule=f"a word without {' and '.join(without)}", value=name)
+    if hasattr(nn.ModuleDict(), name):
+        rule = "none that torch's nn.ModuleDict has for something of its own"
+        raise ConfigError(what, name="name", rule=rule, value=name, hint=f"Call it {name}_0, or what it stands for.")
 
 
 class Synapses(Protocol):
@@ -113,6 +121,7 @@ class Projection(nn.Module):
         self.source, self.target = source.name, target.name
         self.source_size, self.target_size = source.size, target.size
         self.name = f"{source.name}->{target.name}" if name is None else name
+        _check_name("projection", self.name, ".")
         if not isinstance(delay, int) or isinstance(delay, bool) or delay < 0:
             raise ConfigError(f"projection {self.name!r}", name="delay", rule="steps, 0 or more", value=delay)
         self.delay = delay
@@ -441,15 +450,20 @@ class Network(nn.Module):
 
     def _check_finite(self, state: NetworkState) -> None:
         for name in self.order:
-            for kind, value in zip(
-                getattr(self.population(name).neuron, "states", ()), state.neurons.get(name, ()), strict=True
-            ):
-                if not math.isfinite(float(value.detach().sum())) and not bool(torch.isfinite(value).all()):
-                    bad = (~torch.isfinite(value)).any(0).sum()
-                    raise NonFiniteStateError(
-                        f"population {name!r}",
-                        name=kind,
-                        rule="finite",
-                        value=f"NaN or infinity in {int(bad)} of {value.shape[-1]} neurons",
-                        hint="Look at the input, and at the weights of the projections into it.",
-                    )
+            neuron = self.population(name).neuron
+            if neuron is not None:
+                check_finite(name, neuron, state.neurons[name])
+
+
+def check_finite(population: str, neuron: Neuron, state: Iterable[torch.Tensor]) -> None:
+    """Raise a ``NonFiniteStateError`` if a state [B, n] is NaN or infinite."""
+    for kind, value in zip(neuron.states, state, strict=True):
+        if not math.isfinite(float(value.detach().sum())) and not bool(torch.isfinite(value).all()):
+            bad = (~torch.isfinite(value)).any(0).sum()
+            raise NonFiniteStateError(
+                f"population {population!r}",
+                name=kind,
+                rule="finite",
+                value=f"NaN or infinity in {int(bad)} of {value.shape[-1]} neurons",
+                hint="Look at the input, and at the weights of the projections into it.",
+            )

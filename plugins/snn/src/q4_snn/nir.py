@@ -15,6 +15,7 @@ import torch
 from q4_snn.network import Network, Population, Projection
 from q4_snn.neurons import IF, LI, LIF, CubaLIF, Neuron
 from q4core import ConfigError, InputError, PluginError
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     import os
@@ -52,8 +53,18 @@ def _nir() -> Any:
 
 
 def read_nir(path: str | os.PathLike[str], **options: Any) -> Network:
-    """Return the network of a file; as ``from_nir``, which also says what the options are."""
-    return from_nir(_nir().read(path), **options)
+    """Return the network of a file; as ``from_nir``, which also says what the options are.
+
+    Raises:
+        NirError: As of ``from_nir``; or it is no file of NIR.
+        PluginError: ``nir`` is not installed.
+    """
+    nir = _nir()
+    try:
+        graph = nir.read(path)
+    except PLUGIN_FAULTS as error:  # HDF5's and NIR's, of any file
+        raise NirError(f"no file of NIR: {describe_exception(error)}", where=str(path)) from error
+    return from_nir(graph, **options)
 
 
 def write_nir(path: str | os.PathLike[str], network: Network) -> None:
@@ -86,6 +97,8 @@ def to_nir(network: Network) -> Any:
         if not isinstance(item, Projection):
             rule = "a Projection, as NIR has dense weights alone"
             raise NirError("to_nir", name="projection", rule=rule, value=type(item).__name__, where=name)
+        if taken := {name, f"{name}_delay"} & {*nodes}:
+            raise NirError("to_nir", name="name", rule="that of one node", value=min(taken), where=name)
         metadata = {"delay": item.delay, **({} if item.format is None else {"q4_format": item.format})}
         weight, bias = item.dense_weight().cpu().numpy(), getattr(item.synapses, "bias", None)
         nodes[name] = (
@@ -156,6 +169,8 @@ def from_nir(
     if stated is None:
         hint = "snnTorch and SpikingJelly mean 1e-4 by their files, Norse 1e-3."
         raise NirError("from_nir", name="dt", rule="given, as the graph states none", value=None, hint=hint)
+    if not 0 < float(stated) < np.inf:
+        raise NirError("from_nir", name="dt", rule="above 0 seconds", value=stated)
     options: dict[str, Any] = {"dt": float(stated), "reset": reset, "reset_delay": reset_delay}
     nodes, edges = _flattened(graph, "")
     for name, node in nodes.items():
@@ -231,9 +246,13 @@ def _flattened(graph: Any, prefix: str) -> tuple[dict[str, Any], list[tuple[str,
 def _paths(source: str, nodes: dict[str, Any], edges: list[tuple[str, str]], dt: float) -> list[_Path]:
     """Return what leads from a population to others."""
     found = []
-    left: list[tuple[str, str | None, int]] = [(target, None, 0) for start, target in edges if start == source]
+    left: list[tuple[str, str | None, int, tuple[str, ...]]] = [
+        (target, None, 0, ()) for start, target in edges if start == source
+    ]
     while left:
-        name, weight, delay = left.pop(0)
+        name, weight, delay, way = left.pop(0)
+        if name in way:
+            raise NirError("from_nir", name="edge", rule="free of cycles without neurons", value=way, where=name)
         kind = type(nodes[name]).__name__
         if kind in _NEURONS:
             if weight is None:
@@ -251,13 +270,13 @@ def _paths(source: str, nodes: dict[str, Any], edges: list[tuple[str, str]], dt:
             weight = name
         elif kind == "Delay":
             delay += _steps(name, nodes[name].delay, dt)
-        left += [(target, weight, delay) for start, target in edges if start == name]
+        left += [(target, weight, delay, (*way, name)) for start, target in edges if start == name]
     return found
 
 
 def _steps(name: str, delay: Any, dt: float) -> int:
-    steps = np.asarray(delay, np.float64) / dt
-    whole = round(float(steps.flat[0]))
+    steps = np.asarray(delay, np.float64).reshape(-1) / dt
+    whole = round(float(steps[0])) if steps.size and np.isfinite(steps).all() else -1
     if whole < 0 or not np.allclose(steps, whole, rtol=0, atol=1e-3):
         rule = f"one whole number of steps of {dt:g} s for all neurons"
         raise NirError("from_nir", name="delay", rule=rule, value=delay, where=name)

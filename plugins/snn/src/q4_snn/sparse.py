@@ -188,7 +188,15 @@ class SparseProjection(nn.Module):
             weight_spread: Standard deviation of weights, of their mean.
             delay_spread: Of delays, of theirs.
             generator: What is drawn comes from it.
+
+        Raises:
+            InputError: There is no synapse, a count is negative, or a mean delay is below one step.
         """
+        what = "synapses of fixed total number"
+        if not int(counts.sum()) or int(counts.min()) < 0:
+            raise q4.InputError(what, name="counts", rule="0 or more, some above", value=counts.tolist())
+        if not bool((delay[counts > 0] >= 1).all()):
+            raise q4.InputError(what, name="delay", rule="1 step or more", value=delay.tolist())
         first = torch.tensor([0, *sizes]).cumsum(0).tolist()
         parts: list[tuple[torch.Tensor, ...]] = []
         for i, j in counts.nonzero().tolist():

@@ -89,12 +89,15 @@ class STDP:
             How many synapses have another code now.
 
         Raises:
-            InputError: Sizes don't fit the weight.
+            InputError: Sizes don't fit the weight, or the batch is not that of the steps before.
         """
         rows, columns = self._weight.shape
         for name, spikes, size in (("sources", sources, columns), ("targets", targets, rows)):
             if spikes.dim() != 2 or spikes.shape[1] != size or len(spikes) != len(sources):  # noqa: PLR2004  # [B, n]
                 raise InputError("STDP", name=name, rule=f"of shape [B, {size}]", value=list(spikes.shape))
+        if self._traces is not None and len(self._traces[0]) != len(sources):
+            rule = f"a batch of {len(self._traces[0])}, as in the steps before"
+            raise InputError("STDP", name="sources", rule=rule, value=list(sources.shape))
         before, after = self._traces or (torch.zeros_like(sources), torch.zeros_like(targets))
         before, after = self._decays[0] * before, self._decays[1] * after
         before = before + sources
