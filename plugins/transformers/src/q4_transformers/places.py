@@ -93,8 +93,9 @@ class Names:
 
     def forms(self, key: str) -> set[str]:
         """Return every name under which transformers may report a tensor that it finds no place for."""
-        name, _ = rename_source_key(key, self._renamings, self._converters)
-        return {key, str(name), self.rename(key) or key}
+        merged, _ = rename_source_key(key, self._renamings, self._converters)
+        renamed, _ = rename_source_key(key, self._renamings, [])
+        return {key, str(merged), str(renamed), self.rename(key) or key}
 
 
 def open_files(files: Sequence[str] | None) -> Checkpoint:

@@ -16,8 +16,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 import q4core as q4
-from q4_transformers.experts import drop_conversions
+from q4_transformers.experts import are_experts, drop_conversions, has_experts, without_experts
 from q4_transformers.linear import HfLinear
+from q4_transformers.peft import keep_names_of_experts
 from q4_transformers.places import Names, Place, open_files, places_of_dense, places_of_layers, shape_of
 from q4_transformers.saving import state_and_metadata
 from q4core import ConfigError
@@ -89,6 +90,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             else:
                 self._places, self.reasons = places_of_dense(model, checkpoint, names, config)
             self._read_facts(checkpoint)
+            if has_experts(model):
+                keep_names_of_experts()
             self._replace(model, checkpoint, dtype, takes_place=isinstance(device_map, str))
             _hide(model, (form for key in self._packed_keys(checkpoint) for form in names.forms(key)))
         except BaseException:
@@ -131,9 +134,10 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         return max_memory
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Return them as they are: no packed tensor is loaded by transformers."""
-        del model
-        return weight_conversions
+        """Return those that still apply: no packed tensor is loaded by transformers, and not all experts are merged."""
+        if not has_experts(model) or any(are_experts(module) for module in model.modules()):
+            return weight_conversions
+        return without_experts(weight_conversions)
 
     def get_weight_conversions(self) -> list[Any]:
         """Return none, as above."""
