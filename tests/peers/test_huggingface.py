@@ -349,6 +349,20 @@ def test_transposed_layers(tmp_path: Path) -> None:
     assert error(load(tmp_path / "ours"), dense) < 1e-3
 
 
+def test_attention_of_torch_stays_dense(tmp_path: Path) -> None:
+    """A layer whose weight is read by its parent, torch's ``MultiheadAttention``, is left dense and listed."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    dense = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes, image_size=32, patch_size=16))
+    dense.eval().save_pretrained(tmp_path)
+    ours = load(tmp_path, config={"format": "q8_0"}, kind=transformers.SiglipVisionModel)
+    pixels = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(ours(pixels).pooler_output, dense(pixels).pooler_output, atol=0.05)
+    reasons = {row.name: row.reason for row in q4_transformers.explain(ours).dense}
+    (name,) = [name for name in reasons if name.endswith("attention.out_proj")]
+    assert "no plain linear layer" in reasons[name]
+
+
 # -- running
 
 

@@ -205,6 +205,20 @@ def test_exact_merge_is_dense_and_right(dora: bool, folder: Path, tmp_path: Path
         assert torch.equal(again(IDS).logits, merged(IDS).logits)
 
 
+def test_exact_merge_of_transposed_layers(tmp_path: Path) -> None:
+    """GPT-2's layers are transposed again in the dense model, which is saved as transformers keeps it."""
+    config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=4, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "dense")
+    adapted = _adapted(_packed(tmp_path / "dense")).eval()
+    with torch.no_grad():
+        before = adapted(IDS).logits
+        merged, _ = q4_transformers.merge(adapted, exact=True)
+        assert torch.allclose(merged(IDS).logits, before, atol=1e-4 * float(before.abs().max()))
+        merged.save_pretrained(tmp_path / "merged")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        assert torch.allclose(again(IDS).logits, before, atol=1e-4 * float(before.abs().max()))
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 def test_requantised_merge_reports_what_is_lost(format_: str, folder: Path) -> None:
     """Every layer stays packed in its format; the report has the true errors, and each is that of one quantisation."""

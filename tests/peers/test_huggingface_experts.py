@@ -63,7 +63,7 @@ def _quiet() -> Iterator[None]:
 def _dense(kind: str, folder: Path) -> Any:
     """Return a random model, which is saved, too."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind])
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS.get(kind, KINDS["Mixtral"]))
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # initialisation leaves biases at zero
@@ -198,6 +198,15 @@ def test_experts_may_stay_dense_and_are_listed(tmp_path: Path) -> None:
     assert not any(isinstance(module, Q4Experts) for module in model.modules())
     dense = {row.name: row.reason for row in q4_transformers.explain(model).dense}
     assert "modules_to_not_convert" in dense["model.layers.0.mlp.experts"]
+
+
+def test_routers_with_a_forward_pass_of_their_own_stay_dense(tmp_path: Path) -> None:
+    """Phimoe's router is an ``nn.Linear`` that returns more than a product: it is left dense, and listed."""
+    twin = _dense("Phimoe", tmp_path)
+    model = _load(tmp_path, format="nf4")
+    _check(model, twin)
+    dense = {row.name: row.reason for row in q4_transformers.explain(model).dense}
+    assert "no plain linear layer" in dense["model.layers.0.mlp.router"]
 
 
 def test_experts_compile_into_one_graph(tmp_path: Path) -> None:

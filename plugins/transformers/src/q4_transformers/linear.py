@@ -59,6 +59,8 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers wha
 
     stored_name: str | None = None
     """Name of the layer in the checkpoint that it came from."""
+    is_transposed: bool = False
+    """Whether it stands for a ``Conv1D`` of transformers, whose dense weight is [K, N]."""
 
     @property
     def weight(self) -> WeightInfo:  # type: ignore[override]  # as for the class

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import q4core as q4
 from q4_transformers.experts import Q4Experts, has_experts, merged_experts, without_experts
@@ -19,7 +20,7 @@ from q4_transformers.linear import HfLinear
 from q4core import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from q4core import PackedWeight
 
@@ -151,7 +152,13 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
     if not isinstance(model, peft.PeftModel):
         raise ConfigError("merge", name="model", rule="a PeftModel", value=type(model).__name__)
     rows = []
-    for name, module in model.get_base_model().named_modules():
+    layers = [(name, module) for name, module in model.get_base_model().named_modules()]
+    turned = [
+        name.removesuffix(".base_layer")
+        for name, module in layers
+        if isinstance(module, HfLinear) and module.is_transposed
+    ]
+    for name, module in layers:
         if isinstance(module, LoraLayer):
             packed = module.base_layer
             if isinstance(packed, HfLinear):
@@ -164,7 +171,7 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
                 module.base_layer.to(packed.dtype)
     plain = model.unload()
     if exact:
-        _make_dense(plain)
+        _make_dense(plain, turned)
     return plain, MergeReport(tuple(rows))
 
 
@@ -204,11 +211,17 @@ def _requantise(name: str, packed: HfLinear, dense: nn.Linear) -> MergedLayer:
     )
 
 
-def _make_dense(model: Any) -> None:
-    """Make every packed layer dense, and let transformers take the model for one that always was."""
+def _make_dense(model: Any, turned: Iterable[str]) -> None:
+    """Make every packed layer dense, some transposed, and let transformers take the model for one that always was."""
     for name, module in list(model.named_modules()):
         if isinstance(module, HfLinear):
             model.set_submodule(name, _dense(module, module.dtype))
+    for name in turned:
+        linear = model.get_submodule(name)
+        module = Conv1D(0, 0)
+        module.nf, module.nx, module.bias = linear.out_features, linear.in_features, linear.bias
+        module.weight = nn.Parameter(linear.weight.detach().T.contiguous(), requires_grad=False)
+        model.set_submodule(name, module)
     for name, module in list(model.named_modules()):
         if isinstance(module, Q4Experts):
             model.set_submodule(name, merged_experts(module))

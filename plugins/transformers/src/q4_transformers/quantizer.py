@@ -12,6 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
@@ -119,7 +120,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             module = model.get_submodule(place.module)
             rows, columns = shape_of(module) or (0, 0)
             layer = HfLinear.empty(rows, columns, module.bias, dtype=dtype, config=config, name=place.module)
-            layer.stored_name = place.name
+            layer.stored_name, layer.is_transposed = place.name, isinstance(module, Conv1D)
             layer.__dict__["_is_hf_initialized"] = True  # transformers' mark: nothing is to be drawn at random
             if takes_place:
                 schema = checkpoint.schema.layers.get(place.stored)
