@@ -276,3 +276,21 @@ def test_merge_must_be_told_which(folder: Path) -> None:
     with pytest.raises(q4.ConfigError) as caught:
         q4_transformers.merge(_packed(folder), exact=True)
     assert caught.value.name == "model"
+
+
+def test_other_adapters_are_not_dropped(folder: Path) -> None:
+    """What merging does not know is refused, also where it lies on dense layers alone, and the model is unchanged."""
+    loha = peft.LoHaConfig(target_modules=["lm_head"], r=2, init_weights=False)
+    adapted = peft.get_peft_model(_packed(folder), loha).eval()
+    with torch.no_grad():
+        before = adapted(IDS).logits
+        with pytest.raises(q4.ConfigError) as caught:
+            q4_transformers.merge(adapted, exact=True)
+        assert (caught.value.name, caught.value.value) == ("model", "LOHA")
+        assert torch.equal(adapted(IDS).logits, before)
+
+
+def test_starting_values_that_change_the_weight_are_refused(folder: Path) -> None:
+    """PiSSA takes a part of the base weight into the adapter, which a packed one can't give; the error says so."""
+    with pytest.raises(q4_transformers.PackedWeightError, match="init_lora_weights"):
+        _adapted(_packed(folder), init_lora_weights="pissa")

@@ -42,8 +42,11 @@ class _LoadedWeight(WeightInfo):
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """Return a tensor of the packed weight."""
-        if name == "data":
-            hint = "Merge adapters by q4_transformers.merge(model, exact=True), or with requantize=True."
+        if name in {"data", "to"}:
+            hint = (
+                "Merge adapters by q4_transformers.merge(model, exact=True), or with requantize=True; leave "
+                "init_lora_weights as it is, or 'gaussian'."
+            )
             raise PackedWeightError("a packed weight can't be changed in place", hint=hint)
         return super().__getattr__(name)
 

@@ -140,7 +140,7 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
         The model without adapters, and the report.
 
     Raises:
-        ConfigError: Not just one of the two is asked for, or the model has no adapters of PEFT.
+        ConfigError: Not just one of the two is asked for, or the model has no adapters of PEFT, or others than LoRA's.
     """
     import peft  # noqa: PLC0415  # as above
     from peft.tuners.lora import LoraLayer  # noqa: PLC0415
@@ -149,8 +149,12 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
         hint = "exact=True gives a dense model; requantize=True a packed one, and a report of what is lost."
         value = f"exact={exact}, requantize={requantize}"
         raise ConfigError("merge", name="exact, requantize", rule="one True and one False", value=value, hint=hint)
-    if not isinstance(model, peft.PeftModel):
-        raise ConfigError("merge", name="model", rule="a PeftModel", value=type(model).__name__)
+    kinds = (
+        [config.peft_type.value for config in model.peft_config.values()] if isinstance(model, peft.PeftModel) else []
+    )
+    if set(kinds) != {"LORA"}:
+        rule, value = "a PeftModel with adapters of LoRA or DoRA alone", ", ".join(kinds) or type(model).__name__
+        raise ConfigError("merge", name="model", rule=rule, value=value)
     rows = []
     layers = [(name, module) for name, module in model.get_base_model().named_modules()]
     turned = [
