@@ -443,6 +443,18 @@ def test_config_that_disagrees(change: dict[str, Any], names: list[str], tmp_pat
         assert name in str(caught.value)
 
 
+def test_layers_that_the_checkpoint_lacks_are_listed(tmp_path: Path) -> None:
+    """transformers fills what a checkpoint lacks at random, with a report; ``explain`` does not call it stored."""
+    save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    dense = {row.name: row.reason for row in q4_transformers.explain(load(tmp_path)).dense}
+    missing = {name for name, reason in dense.items() if "the checkpoint has no such weight" in reason}
+    assert len(missing) == 7
+    assert all(name.startswith("model.layers.2.") for name in missing)
+    assert dense["lm_head"] == "stored so"
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     """A layer without its scales, a packed layer left over, a missing shard and an unread dialect are named."""
     save_by_q4(tmp_path, "bitsandbytes", "nf4")

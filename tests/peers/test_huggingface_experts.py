@@ -179,6 +179,20 @@ def test_gpt_oss_has_the_logits_of_transformers(gpt_oss: Path, tmp_path: Path) -
     assert _error(again.float(), theirs.float()) <= 1e-3
 
 
+def test_gpt_oss_has_packed_experts_alone(tmp_path: Path) -> None:
+    """What transformers would not find in gpt-oss's layout is not written; it reads experts that are alone in it."""
+    _dense("GptOss", tmp_path / "dense")
+    options = {"format": "mxfp4", "dialect": "gpt-oss-mxfp4"}
+    with pytest.raises(q4.DialectError, match="self_attn") as caught:
+        _load(tmp_path / "dense", **options).save_pretrained(tmp_path / "out")
+    assert caught.value.name == "layer"
+    ours = _load(tmp_path / "dense", **options, modules_to_not_convert=["self_attn", "lm_head"])
+    ours.save_pretrained(tmp_path / "out")
+    config = transformers.Mxfp4Config(dequantize=True)
+    auto = transformers.AutoModelForCausalLM
+    assert _error(auto.from_pretrained(tmp_path / "out", quantization_config=config, dtype=torch.float32), ours) <= 1e-3
+
+
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     """One expert less than the others' layer has is said before anything is loaded."""
     _dense("Qwen3Moe", tmp_path / "dense")

@@ -27,6 +27,7 @@ __all__ = [
     "are_experts",
     "drop_conversions",
     "has_experts",
+    "is_stacked",
     "merged_experts",
     "place_experts",
     "with_stacked_experts",
@@ -220,6 +221,12 @@ def drop_conversions(model: Any) -> None:
     if has_experts(model):
         kept = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
         model._weight_conversions = without_experts(kept)  # noqa: SLF001  # how transformers remembers them
+
+
+def is_stacked(stored: str) -> bool:
+    """Return whether a layer of that name in a checkpoint is one of gpt-oss's experts, which are stacked."""
+    hit = _FUSED.fullmatch(stored)
+    return hit is not None and hit["holder"].endswith(".experts")
 
 
 def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -39,6 +39,7 @@ _INDEX = ".safetensors.index.json"
 _BESIDE = "in the checkpoint, as other experts of that layer are"
 _PLAIN = ("FalconLinear",)
 """Subclasses of ``nn.Linear`` that compute what it computes, by a forward pass of their own."""
+_ABSENT = "the checkpoint has no such weight as it is: merged, split, missing, or of a dtype not quantised"
 _EXPERTS = 3
 """Dimensions of a tensor that holds a matrix for each expert."""
 
@@ -138,8 +139,8 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
     )
 
 
-def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[Place]:
-    """Return the place of every packed layer.
+def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[list[Place], dict[str, str]]:
+    """Return the place of every packed layer, and why linear layers are dense that are not stored so.
 
     Raises:
         SchemaError: A layer has no place in the model, has another shape there, or lacks its bias; or a layer is in a
@@ -168,7 +169,9 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[P
             problems.append(problem)
         places[name] = Place(stored, name)
     raise_unfit(model, checkpoint, problems)
-    return list(places.values())
+    known = {*places, *model.all_tied_weights_keys, *stored_dense}
+    missing = [name for name, module in modules.items() if shape_of(module) and not known & {name, f"{name}.weight"}]
+    return list(places.values()), dict.fromkeys(missing, _ABSENT)
 
 
 def _cast_problems(checkpoint: Checkpoint, names: Names) -> Iterator[Problem]:
@@ -247,7 +250,7 @@ def _dense_reason(model: Any, name: str, module: Any, stored: Mapping[str, str])
     if key in model.all_tied_weights_keys:
         return f"its weight is tied to {model.all_tied_weights_keys[key]}"
     if key not in stored:
-        return "the checkpoint has no such weight as it is: merged, split, missing, or of a dtype not quantised"
+        return _ABSENT
     if module.bias is not None and f"{name}.bias" not in stored:
         return "the checkpoint has no bias for it"
     return None

@@ -87,7 +87,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             if config.gguf is not None:
                 self._places = list(config.gguf.places)
             elif config.format is None:
-                self._places = places_of_layers(model, checkpoint, names)
+                self._places, self.reasons = places_of_layers(model, checkpoint, names)
             else:
                 self._places, self.reasons = places_of_dense(model, checkpoint, names, config)
             self._read_facts(checkpoint)
