@@ -74,32 +74,32 @@ def keep_names_of_experts() -> None:
         return
     from transformers.integrations import peft as by_transformers  # noqa: PLC0415  # as above
 
-    _wrap(by_peft, "convert_peft_config_for_transformers", _without_config)
-    _wrap(by_peft, "get_model_conversion_mapping", _without_mapping)
-    _wrap(by_transformers, "get_model_conversion_mapping", _without_mapping)
+    for module in (by_peft, by_transformers):  # the first has both, the second what its release needs
+        _wrap(module, "convert_peft_config_for_transformers", _without_config)
+        _wrap(module, "get_model_conversion_mapping", _without_mapping)
 
 
 def _wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(module, name)
-    if getattr(original, "func", None) is not wrapper:
+    original = getattr(module, name, None)
+    if original is not None and getattr(original, "func", None) is not wrapper:
         setattr(module, name, functools.partial(wrapper, original))
 
 
-def _without_config(original: Callable[..., None], peft_config: Any, model: Any, *args: Any, **options: Any) -> None:
-    """Leave the targets as they are for a model with experts of ours.
+def _without_config(original: Callable[..., Any], peft_config: Any, model: Any, *args: Any, **options: Any) -> Any:
+    """Leave the targets as they are for a model with experts of ours; return what transformers 5.0 asks for.
 
     Raises:
         ConfigError: They name the merged parameters.
     """
     if not has_experts(model):
-        original(peft_config, model, *args, **options)
-        return
+        return original(peft_config, model, *args, **options)
     names = [name for name, _ in model.named_parameters()]
     for target in sorted(getattr(peft_config, "target_parameters", None) or ()):
         if not any(f".{name}".endswith(f".{target}") for name in names):
             rule = "parameters of the model, in which each expert has layers of its own"
             hint = "Name the layers in target_modules, or use 'all-linear'; adapters of merged experts do not fit."
             raise ConfigError("LoRA", name="target_parameters", rule=rule, value=target, hint=hint)
+    return peft_config
 
 
 def _without_mapping(original: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
