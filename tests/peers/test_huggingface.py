@@ -479,6 +479,8 @@ def test_damaged_files(tmp_path: Path) -> None:
     [
         ({"format": "nf5"}, "nf5"),
         ({"fromat": "nf4"}, "fromat"),
+        ({"format": "nf4", "block_size": 48}, "block_size must be one of 32, 64"),
+        ({"format": "int4", "block_size": "64"}, "block_size must be"),
         ({"format": "nf4", "modules_to_not_convert": "lm_head"}, "a list of names"),
         ({"modules_to_not_convert": ["lm_head"]}, "None without format="),
         ({"dialect": "bitsandbyte"}, "Did you mean 'bitsandbytes'"),
