@@ -166,12 +166,14 @@ class WeightOwner(nn.Module):
             m: Rows of x that must be served.
 
         Raises:
-            InputError: A size is no positive integer, or the bias is not [N].
+            InputError: A size is no positive integer, the dtype is no floating-point one, or the bias is not [N].
             ConfigError: ``config`` is no ``SessionConfig``, or a ``Q4_*`` variable is not legal.
         """
         for key, value in (("out_features", out_features), ("in_features", in_features)):
             if not isinstance(value, int) or value < 1:
                 raise InputError(cls.__name__, name=key, rule="a positive integer", value=value)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InputError(cls.__name__, name="dtype", rule="a floating-point torch.dtype", value=dtype)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._begin((out_features, in_features), name, registry, m)  # noqa: SLF001  # own class

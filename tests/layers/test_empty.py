@@ -83,6 +83,9 @@ def test_refusals() -> None:
         with pytest.raises(q4.InputError, match="'proj'"):
             layer.adopt(wrong)  # type: ignore[arg-type]  # on purpose
     assert not layer.is_prepared
+    for dtype in ("float32", torch.int8):
+        with pytest.raises(q4.InputError, match="dtype must be"):
+            q4.Q4Linear.empty(6, 64, dtype=dtype)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(q4.InputError, match="in_features must be a positive integer"):
         q4.Q4Linear.empty(6, 0)
     with pytest.raises(q4.InputError, match="bias"):

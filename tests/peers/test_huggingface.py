@@ -349,6 +349,20 @@ def test_transposed_layers(tmp_path: Path) -> None:
     assert error(load(tmp_path / "ours"), dense) < 1e-3
 
 
+def test_attention_of_torch_stays_dense(tmp_path: Path) -> None:
+    """A layer whose weight is read by its parent, torch's ``MultiheadAttention``, is left dense and listed."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    dense = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes, image_size=32, patch_size=16))
+    dense.eval().save_pretrained(tmp_path)
+    ours = load(tmp_path, config={"format": "q8_0"}, kind=transformers.SiglipVisionModel)
+    pixels = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(ours(pixels).pooler_output, dense(pixels).pooler_output, atol=0.05)
+    reasons = {row.name: row.reason for row in q4_transformers.explain(ours).dense}
+    (name,) = [name for name in reasons if name.endswith("attention.out_proj")]
+    assert "no plain linear layer" in reasons[name]
+
+
 # -- running
 
 
@@ -429,6 +443,18 @@ def test_config_that_disagrees(change: dict[str, Any], names: list[str], tmp_pat
         assert name in str(caught.value)
 
 
+def test_layers_that_the_checkpoint_lacks_are_listed(tmp_path: Path) -> None:
+    """transformers fills what a checkpoint lacks at random, with a report; ``explain`` does not call it stored."""
+    save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    dense = {row.name: row.reason for row in q4_transformers.explain(load(tmp_path)).dense}
+    missing = {name for name, reason in dense.items() if "the checkpoint has no such weight" in reason}
+    assert len(missing) == 7
+    assert all(name.startswith("model.layers.2.") for name in missing)
+    assert dense["lm_head"] == "stored so"
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     """A layer without its scales, a packed layer left over, a missing shard and an unread dialect are named."""
     save_by_q4(tmp_path, "bitsandbytes", "nf4")
@@ -453,6 +479,8 @@ def test_damaged_files(tmp_path: Path) -> None:
     [
         ({"format": "nf5"}, "nf5"),
         ({"fromat": "nf4"}, "fromat"),
+        ({"format": "nf4", "block_size": 48}, "block_size must be one of 32, 64"),
+        ({"format": "int4", "block_size": "64"}, "block_size must be"),
         ({"format": "nf4", "modules_to_not_convert": "lm_head"}, "a list of names"),
         ({"modules_to_not_convert": ["lm_head"]}, "None without format="),
         ({"dialect": "bitsandbyte"}, "Did you mean 'bitsandbytes'"),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -206,6 +205,20 @@ def test_exact_merge_is_dense_and_right(dora: bool, folder: Path, tmp_path: Path
         assert torch.equal(again(IDS).logits, merged(IDS).logits)
 
 
+def test_exact_merge_of_transposed_layers(tmp_path: Path) -> None:
+    """GPT-2's layers are transposed again in the dense model, which is saved as transformers keeps it."""
+    config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=4, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "dense")
+    adapted = _adapted(_packed(tmp_path / "dense")).eval()
+    with torch.no_grad():
+        before = adapted(IDS).logits
+        merged, _ = q4_transformers.merge(adapted, exact=True)
+        assert torch.allclose(merged(IDS).logits, before, atol=1e-4 * float(before.abs().max()))
+        merged.save_pretrained(tmp_path / "merged")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        assert torch.allclose(again(IDS).logits, before, atol=1e-4 * float(before.abs().max()))
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 def test_requantised_merge_reports_what_is_lost(format_: str, folder: Path) -> None:
     """Every layer stays packed in its format; the report has the true errors, and each is that of one quantisation."""
@@ -235,19 +248,20 @@ def test_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "14 layers were quantised again" in capsys.readouterr().out
 
 
-def test_example(folder: Path, tmp_path: Path) -> None:
+def test_example(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``finetune_lora.py`` trains another folder's model, draws its losses, and keeps the adapter."""
     place = tmp_path / "model"
     shutil.copytree(folder, place)
     _tokenizer().save_pretrained(place)
-    command = [sys.executable, str(ROOT / "examples/finetune_lora.py"), str(place), "--steps", "2"]
-    command += ["--picture", str(tmp_path / "losses.png"), "--out", str(tmp_path / "adapter")]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as here
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=one_thread, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"held-back loss: \d\.\d+ before, \d\.\d+ after 2 steps", done.stdout)
+    words = ["finetune_lora.py", str(place), "--steps", "2", "--picture", str(tmp_path / "losses.png")]
+    monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "adapter")])
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    runpy.run_path(str(ROOT / "examples/finetune_lora.py"), run_name="__main__")
+    told = capsys.readouterr().out
+    assert re.search(r"held-back loss: \d\.\d+ before, \d\.\d+ after 2 steps", told)
+    assert re.search(r"merged and quantised again, model\.layers\.\S+ keeps least: \d+% of its change", told)
     assert (tmp_path / "losses.png").stat().st_size > 5000
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
 
@@ -262,3 +276,21 @@ def test_merge_must_be_told_which(folder: Path) -> None:
     with pytest.raises(q4.ConfigError) as caught:
         q4_transformers.merge(_packed(folder), exact=True)
     assert caught.value.name == "model"
+
+
+def test_other_adapters_are_not_dropped(folder: Path) -> None:
+    """What merging does not know is refused, also where it lies on dense layers alone, and the model is unchanged."""
+    loha = peft.LoHaConfig(target_modules=["lm_head"], r=2, init_weights=False)
+    adapted = peft.get_peft_model(_packed(folder), loha).eval()
+    with torch.no_grad():
+        before = adapted(IDS).logits
+        with pytest.raises(q4.ConfigError) as caught:
+            q4_transformers.merge(adapted, exact=True)
+        assert (caught.value.name, caught.value.value) == ("model", "LOHA")
+        assert torch.equal(adapted(IDS).logits, before)
+
+
+def test_starting_values_that_change_the_weight_are_refused(folder: Path) -> None:
+    """PiSSA takes a part of the base weight into the adapter, which a packed one can't give; the error says so."""
+    with pytest.raises(q4_transformers.PackedWeightError, match="init_lora_weights"):
+        _adapted(_packed(folder), init_lora_weights="pissa")

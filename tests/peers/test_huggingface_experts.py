@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -13,12 +15,16 @@ import q4_transformers
 import q4core as q4
 from q4_transformers import HfLinear, Q4Config
 from q4_transformers.experts import Q4Experts
+from q4_transformers.peft import _dense as _dense_layer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.peer
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # PEFT goes by the older name
+]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -38,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": EXPERTS, "moe_intermediate_size": 96, "head_dim": 16},
     "GptOss": {"num_local_experts": EXPERTS, "head_dim": 16},
 }
+PARTS = {"Mixtral": 3, "Qwen2Moe": 3, "Qwen3Moe": 3, "GptOss": 2}
 IDS = (torch.arange(24).reshape(2, 12) * 5) % 64
 
 
@@ -56,7 +63,7 @@ def _quiet() -> Iterator[None]:
 def _dense(kind: str, folder: Path) -> Any:
     """Return a random model, which is saved, too."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind])
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS.get(kind, KINDS["Mixtral"]))
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # initialisation leaves biases at zero
@@ -172,6 +179,20 @@ def test_gpt_oss_has_the_logits_of_transformers(gpt_oss: Path, tmp_path: Path) -
     assert _error(again.float(), theirs.float()) <= 1e-3
 
 
+def test_gpt_oss_has_packed_experts_alone(tmp_path: Path) -> None:
+    """What transformers would not find in gpt-oss's layout is not written; it reads experts that are alone in it."""
+    _dense("GptOss", tmp_path / "dense")
+    options = {"format": "mxfp4", "dialect": "gpt-oss-mxfp4"}
+    with pytest.raises(q4.DialectError, match="self_attn") as caught:
+        _load(tmp_path / "dense", **options).save_pretrained(tmp_path / "out")
+    assert caught.value.name == "layer"
+    ours = _load(tmp_path / "dense", **options, modules_to_not_convert=["self_attn", "lm_head"])
+    ours.save_pretrained(tmp_path / "out")
+    config = transformers.Mxfp4Config(dequantize=True)
+    auto = transformers.AutoModelForCausalLM
+    assert _error(auto.from_pretrained(tmp_path / "out", quantization_config=config, dtype=torch.float32), ours) <= 1e-3
+
+
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     """One expert less than the others' layer has is said before anything is loaded."""
     _dense("Qwen3Moe", tmp_path / "dense")
@@ -191,6 +212,15 @@ def test_experts_may_stay_dense_and_are_listed(tmp_path: Path) -> None:
     assert not any(isinstance(module, Q4Experts) for module in model.modules())
     dense = {row.name: row.reason for row in q4_transformers.explain(model).dense}
     assert "modules_to_not_convert" in dense["model.layers.0.mlp.experts"]
+
+
+def test_routers_with_a_forward_pass_of_their_own_stay_dense(tmp_path: Path) -> None:
+    """Phimoe's router is an ``nn.Linear`` that returns more than a product: it is left dense, and listed."""
+    twin = _dense("Phimoe", tmp_path)
+    model = _load(tmp_path, format="nf4")
+    _check(model, twin)
+    dense = {row.name: row.reason for row in q4_transformers.explain(model).dense}
+    assert "no plain linear layer" in dense["model.layers.0.mlp.router"]
 
 
 def test_experts_compile_into_one_graph(tmp_path: Path) -> None:
@@ -215,3 +245,60 @@ def test_loading_experts_takes_two_beside_what_is_packed(tmp_path: Path) -> None
         model = _load(tmp_path / "dense", format="nf4")
     assert isinstance(model, torch.nn.Module)
     assert watch.largest[0] <= 2 * 64 * 96 * 4, watch.largest
+
+
+def _adapted(model: Any) -> Any:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients of adapters; an expert without a token has none."""
+    model(IDS, labels=IDS).loss.backward()
+    return {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_reach_every_expert(kind: str, tmp_path: Path) -> None:
+    """``all-linear`` adapts every expert, with the gradients of dequantised weights; what is saved is loaded again."""
+    _dense(kind, tmp_path / "dense")
+    packed = _load(tmp_path / "dense", format="nvfp4")
+    twin = copy.deepcopy(packed)
+    for name, module in list(twin.named_modules()):
+        if isinstance(module, HfLinear):
+            twin.set_submodule(name, _dense_layer(module, torch.float32))
+    adapted, dense = _adapted(packed), _adapted(twin)
+    leaves = {name for name, module in packed.named_modules() if isinstance(module, HfLinear)}
+    assert sum(".experts." in name for name in leaves) == 2 * EXPERTS * PARTS[kind]
+    assert all(name.endswith(".base_layer") for name in leaves)
+    ours, theirs = (_gradients(model) for model in (adapted, dense))
+    assert ours.keys() == theirs.keys()
+    assert sum(".experts." in name for name in ours) > len(ours) / 2
+    for name, gradient in theirs.items():
+        assert float((ours[name] - gradient).abs().max() / gradient.abs().max()) <= 1e-4, name
+    adapted.eval().save_pretrained(tmp_path / "adapter")
+    by_peft = peft.PeftModel.from_pretrained(_load(tmp_path / "dense", format="nvfp4"), tmp_path / "adapter")
+    itself = _load(tmp_path / "dense", format="nvfp4")
+    itself.load_adapter(tmp_path / "adapter")
+    with torch.no_grad():
+        for model in (by_peft, itself):
+            assert torch.allclose(model(IDS).logits, adapted(IDS).logits, atol=1e-6)
+        merged, _ = q4_transformers.merge(adapted, exact=True)
+        assert not any(isinstance(module, Q4Experts) for module in merged.modules())
+        merged.save_pretrained(tmp_path / "merged")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        assert _error(merged, by_peft) <= 1e-4
+        assert _error(again, by_peft) <= 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")  # which PEFT made
+def test_adapters_of_merged_experts_are_refused(tmp_path: Path) -> None:
+    """An adapter that was trained on transformers' merged experts has no place here, which is said, not passed over."""
+    _dense("Mixtral", tmp_path / "dense")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    _adapted(theirs).save_pretrained(tmp_path / "adapter")
+    model = _load(tmp_path / "dense", format="nf4")
+    with pytest.raises(q4.ConfigError, match="target_modules") as caught:
+        peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    assert (caught.value.name, caught.value.value) == ("target_parameters", "down_proj")

@@ -60,7 +60,12 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             rule = f"one of {', '.join(_OPTIONS)}"
             raise ConfigError("Q4Config", name="option", rule=rule, value=unknown[0])
         if format is not None:
-            find_format(format, default_registry().formats().values())
+            legal = find_format(format, default_registry().formats().values()).block_sizes
+            if block_size is not None and (
+                not isinstance(block_size, int) or block_size not in (legal or {block_size})
+            ):
+                rule = f"one of {', '.join(map(str, sorted(legal)))}, as {format} has it" if legal else "an integer"
+                raise ConfigError("Q4Config", name="block_size", rule=rule, value=block_size)
         elif block_size is not None or modules_to_not_convert is not None:
             name = "modules_to_not_convert" if block_size is None else "block_size"
             rule = "None without format=: a 4-bit checkpoint is taken as it is stored"

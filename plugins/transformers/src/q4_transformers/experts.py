@@ -21,7 +21,18 @@ if TYPE_CHECKING:
 
     from q4_transformers.places import Names
 
-__all__ = ["GPT_OSS", "Q4Experts", "are_experts", "drop_conversions", "place_experts", "with_stacked_experts"]
+__all__ = [
+    "GPT_OSS",
+    "Q4Experts",
+    "are_experts",
+    "drop_conversions",
+    "has_experts",
+    "is_stacked",
+    "merged_experts",
+    "place_experts",
+    "with_stacked_experts",
+    "without_experts",
+]
 
 _EACH = re.compile(r"(?P<holder>.+)\.(?P<leaf>\d+\.(?P<part>w[123]|gate_proj|up_proj|down_proj|gate_up_proj))")
 _FUSED = re.compile(r"(?P<holder>.+)\.(?P<leaf>(?P<part>gate_up_proj|up_proj|down_proj)\.\d+)")
@@ -52,6 +63,7 @@ class Q4Experts(nn.Module):
     def __init__(self, experts: nn.Module, parts: tuple[str, ...], *, fused: bool) -> None:
         super().__init__()
         self.kind, self.parts, self.fused = type(experts), parts, fused
+        self._own = (experts,)  # no child of this module; on the meta device it takes nothing
         self._take(experts)
         weights: Any = experts
         self.has_gate = "gate_up_proj" in dict(experts.named_parameters())
@@ -79,7 +91,7 @@ class Q4Experts(nn.Module):
         for name, value in {**plain, **dict(experts.named_children()), **biases}.items():
             setattr(self, name, value)
 
-    def leaf(self, part: str, expert: int) -> nn.Module:
+    def leaf(self, part: str, expert: int) -> Any:
         """Return one linear layer of an expert."""
         return self.get_submodule(f"{part}.{expert}" if self.fused else f"{expert}.{part}")
 
@@ -133,6 +145,27 @@ class Q4Experts(nn.Module):
         return x if bias is None else x + bias[expert]
 
 
+def merged_experts(experts: Q4Experts) -> nn.Module:
+    """Return transformers' own module with the weights of a ``Q4Experts``, all of whose layers are dense by now."""
+    (module,) = experts._own  # noqa: SLF001  # as it came
+    *ins, down = (
+        torch.stack([experts.leaf(part, expert).weight.detach() for expert in range(experts.num_experts)])
+        for part in experts.parts
+    )
+    wide = ins[0]
+    if len(ins) > 1 and getattr(experts, "is_concatenated", True):
+        wide = torch.cat(ins, 1)
+    elif len(ins) > 1:
+        wide = torch.stack(ins, 2).flatten(1, 2)
+    filled = {"gate_up_proj" if experts.has_gate else "up_proj": wide, _DOWN: down}
+    for name, weight in filled.items():
+        turned = weight.transpose(1, 2).contiguous() if experts.is_transposed else weight
+        module.register_parameter(name, nn.Parameter(turned, requires_grad=False))
+    for name, bias in experts.named_parameters(recurse=False):
+        module.register_parameter(name, bias)
+    return module.train(experts.training)
+
+
 def place_experts(
     model: Any, stored: Iterable[str], names: Names, skipped: Collection[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
@@ -169,15 +202,31 @@ def place_experts(
     return places, missing
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model has a ``Q4Experts``."""
+    return any(isinstance(module, Q4Experts) for module in model.modules())
+
+
+def without_experts(conversions: Iterable[Any]) -> list[Any]:
+    """Return transformers' conversions of names and tensors, without those that merge experts."""
+    return [
+        item
+        for item in conversions
+        if not (isinstance(item, WeightConverter) and any("experts" in name for name in item.target_patterns))
+    ]
+
+
 def drop_conversions(model: Any) -> None:
     """Let transformers split no merged experts as it saves a model in which each has layers of its own."""
-    if any(isinstance(module, Q4Experts) for module in model.modules()):
+    if has_experts(model):
         kept = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
-        model._weight_conversions = [  # noqa: SLF001  # how transformers remembers them
-            item
-            for item in kept
-            if not (isinstance(item, WeightConverter) and any("experts" in name for name in item.target_patterns))
-        ]
+        model._weight_conversions = without_experts(kept)  # noqa: SLF001  # how transformers remembers them
+
+
+def is_stacked(stored: str) -> bool:
+    """Return whether a layer of that name in a checkpoint is one of gpt-oss's experts, which are stacked."""
+    hit = _FUSED.fullmatch(stored)
+    return hit is not None and hit["holder"].endswith(".experts")
 
 
 def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -42,8 +42,11 @@ class _LoadedWeight(WeightInfo):
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """Return a tensor of the packed weight."""
-        if name == "data":
-            hint = "Merge adapters by q4_transformers.merge(model, exact=True), or with requantize=True."
+        if name in {"data", "to"}:
+            hint = (
+                "Merge adapters by q4_transformers.merge(model, exact=True), or with requantize=True; leave "
+                "init_lora_weights as it is, or 'gaussian'."
+            )
             raise PackedWeightError("a packed weight can't be changed in place", hint=hint)
         return super().__getattr__(name)
 
@@ -59,6 +62,8 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers wha
 
     stored_name: str | None = None
     """Name of the layer in the checkpoint that it came from."""
+    is_transposed: bool = False
+    """Whether it stands for a ``Conv1D`` of transformers, whose dense weight is [K, N]."""
 
     @property
     def weight(self) -> WeightInfo:  # type: ignore[override]  # as for the class

@@ -6,20 +6,25 @@ dense weight in place; a packed one refuses that, and ``merge`` here says what i
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import q4core as q4
+from q4_transformers.experts import Q4Experts, has_experts, merged_experts, without_experts
 from q4_transformers.linear import HfLinear
 from q4core import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from q4core import PackedWeight
 
-__all__ = ["MergeReport", "MergedLayer", "merge", "prepare_for_training"]
+__all__ = ["MergeReport", "MergedLayer", "keep_names_of_experts", "merge", "prepare_for_training"]
 
 
 @attrs.frozen(kw_only=True)
@@ -56,6 +61,52 @@ class MergeReport:
         return "\n".join([*lines, f"{len(self.layers)} layers were quantised again"])
 
 
+def keep_names_of_experts() -> None:
+    """Let PEFT go by a model's own layers where each expert has some; where PEFT is not installed, do nothing.
+
+    PEFT knows by ``model_type`` that transformers merges Mixtral's and Qwen-MoE's experts into one parameter. It makes
+    targets like ``w1`` into that parameter's name, and merges the adapters of a file to one for it. In a model with a
+    ``Q4Experts`` there is no such parameter: experts would get no adapter, or lose it when it is loaded.
+    """
+    try:
+        from peft.utils import transformers_weight_conversion as by_peft  # noqa: PLC0415  # a second, if it is there
+    except ImportError:
+        return
+    from transformers.integrations import peft as by_transformers  # noqa: PLC0415  # as above
+
+    for module in (by_peft, by_transformers):  # the first has both, the second what its release needs
+        _wrap(module, "convert_peft_config_for_transformers", _without_config)
+        _wrap(module, "get_model_conversion_mapping", _without_mapping)
+
+
+def _wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(module, name, None)
+    if original is not None and getattr(original, "func", None) is not wrapper:
+        setattr(module, name, functools.partial(wrapper, original))
+
+
+def _without_config(original: Callable[..., Any], peft_config: Any, model: Any, *args: Any, **options: Any) -> Any:
+    """Leave the targets as they are for a model with experts of ours; return what transformers 5.0 asks for.
+
+    Raises:
+        ConfigError: They name the merged parameters.
+    """
+    if not has_experts(model):
+        return original(peft_config, model, *args, **options)
+    names = [name for name, _ in model.named_parameters()]
+    for target in sorted(getattr(peft_config, "target_parameters", None) or ()):
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            rule = "parameters of the model, in which each expert has layers of its own"
+            hint = "Name the layers in target_modules, or use 'all-linear'; adapters of merged experts do not fit."
+            raise ConfigError("LoRA", name="target_parameters", rule=rule, value=target, hint=hint)
+    return peft_config
+
+
+def _without_mapping(original: Callable[..., Any], model: Any, *args: Any, **options: Any) -> Any:
+    found = original(model, *args, **options)
+    return without_experts(found) if has_experts(model) else found
+
+
 def prepare_for_training(model: Any) -> Any:
     """Freeze a model, keep its norms in float32 and checkpoint its activations, as adapters are trained.
 
@@ -80,7 +131,8 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
 
     Args:
         model: A ``PeftModel``. It is used up.
-        exact: Make every packed layer dense, in its own dtype. Nothing is lost but the last rounding to that dtype.
+        exact: Make every packed layer dense, in its own dtype, and experts transformers' own again. Nothing is lost but
+            the last rounding to that dtype.
         requantize: Quantise each layer that has an adapter again, in the format and the block size that it had; the
             report says what that changed.
 
@@ -88,7 +140,7 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
         The model without adapters, and the report.
 
     Raises:
-        ConfigError: Not just one of the two is asked for, or the model has no adapters of PEFT.
+        ConfigError: Not just one of the two is asked for, or the model has no adapters of PEFT, or others than LoRA's.
     """
     import peft  # noqa: PLC0415  # as above
     from peft.tuners.lora import LoraLayer  # noqa: PLC0415
@@ -97,10 +149,20 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
         hint = "exact=True gives a dense model; requantize=True a packed one, and a report of what is lost."
         value = f"exact={exact}, requantize={requantize}"
         raise ConfigError("merge", name="exact, requantize", rule="one True and one False", value=value, hint=hint)
-    if not isinstance(model, peft.PeftModel):
-        raise ConfigError("merge", name="model", rule="a PeftModel", value=type(model).__name__)
+    kinds = (
+        [config.peft_type.value for config in model.peft_config.values()] if isinstance(model, peft.PeftModel) else []
+    )
+    if set(kinds) != {"LORA"}:
+        rule, value = "a PeftModel with adapters of LoRA or DoRA alone", ", ".join(kinds) or type(model).__name__
+        raise ConfigError("merge", name="model", rule=rule, value=value)
     rows = []
-    for name, module in model.get_base_model().named_modules():
+    layers = [(name, module) for name, module in model.get_base_model().named_modules()]
+    turned = [
+        name.removesuffix(".base_layer")
+        for name, module in layers
+        if isinstance(module, HfLinear) and module.is_transposed
+    ]
+    for name, module in layers:
         if isinstance(module, LoraLayer):
             packed = module.base_layer
             if isinstance(packed, HfLinear):
@@ -113,7 +175,7 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
                 module.base_layer.to(packed.dtype)
     plain = model.unload()
     if exact:
-        _make_dense(plain)
+        _make_dense(plain, turned)
     return plain, MergeReport(tuple(rows))
 
 
@@ -153,11 +215,21 @@ def _requantise(name: str, packed: HfLinear, dense: nn.Linear) -> MergedLayer:
     )
 
 
-def _make_dense(model: Any) -> None:
-    """Make every packed layer dense, and let transformers take the model for one that always was."""
+def _make_dense(model: Any, turned: Iterable[str]) -> None:
+    """Make every packed layer dense, some transposed, and let transformers take the model for one that always was."""
     for name, module in list(model.named_modules()):
         if isinstance(module, HfLinear):
             model.set_submodule(name, _dense(module, module.dtype))
+    for name in turned:
+        linear = model.get_submodule(name)
+        module = Conv1D(0, 0)
+        module.nf, module.nx, module.bias = linear.out_features, linear.in_features, linear.bias
+        module.weight = nn.Parameter(linear.weight.detach().T.contiguous(), requires_grad=False)
+        model.set_submodule(name, module)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Q4Experts):
+            model.set_submodule(name, merged_experts(module))
+            model._weight_conversions = None  # noqa: SLF001  # so that transformers finds its own again, as it saves
     model.hf_quantizer = None
     model.is_quantized = False
     for holder in (model, model.config):

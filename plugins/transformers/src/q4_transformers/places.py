@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
@@ -36,6 +37,9 @@ __all__ = [
 
 _INDEX = ".safetensors.index.json"
 _BESIDE = "in the checkpoint, as other experts of that layer are"
+_PLAIN = ("FalconLinear",)
+"""Subclasses of ``nn.Linear`` that compute what it computes, by a forward pass of their own."""
+_ABSENT = "the checkpoint has no such weight as it is: merged, split, missing, or of a dtype not quantised"
 _EXPERTS = 3
 """Dimensions of a tensor that holds a matrix for each expert."""
 
@@ -93,8 +97,9 @@ class Names:
 
     def forms(self, key: str) -> set[str]:
         """Return every name under which transformers may report a tensor that it finds no place for."""
-        name, _ = rename_source_key(key, self._renamings, self._converters)
-        return {key, str(name), self.rename(key) or key}
+        merged, _ = rename_source_key(key, self._renamings, self._converters)
+        renamed, _ = rename_source_key(key, self._renamings, [])
+        return {key, str(merged), str(renamed), self.rename(key) or key}
 
 
 def open_files(files: Sequence[str] | None) -> Checkpoint:
@@ -119,14 +124,23 @@ def open_files(files: Sequence[str] | None) -> Checkpoint:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return (N, K) of a module that a packed layer can stand for, or None."""
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    return (module.nf, module.nx) if isinstance(module, Conv1D) else None  # GPT-2's, stored transposed
+    """Return (N, K) of a module that a packed layer can stand for, or None.
+
+    It can't for a subclass with a forward pass of its own (routers), nor where a parent reads the weight (attention of
+    torch).
+    """
+    if isinstance(module, Conv1D):
+        return module.nf, module.nx  # GPT-2's, stored transposed
+    kind = type(module)
+    is_plain = kind.__name__ in _PLAIN or getattr(kind, "forward", None) is nn.Linear.forward
+    is_called = not isinstance(module, NonDynamicallyQuantizableLinear)
+    return (
+        (module.out_features, module.in_features) if isinstance(module, nn.Linear) and is_plain and is_called else None
+    )
 
 
-def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[Place]:
-    """Return the place of every packed layer.
+def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[list[Place], dict[str, str]]:
+    """Return the place of every packed layer, and why linear layers are dense that are not stored so.
 
     Raises:
         SchemaError: A layer has no place in the model, has another shape there, or lacks its bias; or a layer is in a
@@ -155,7 +169,9 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> list[P
             problems.append(problem)
         places[name] = Place(stored, name)
     raise_unfit(model, checkpoint, problems)
-    return list(places.values())
+    known = {*places, *model.all_tied_weights_keys, *stored_dense}
+    missing = [name for name, module in modules.items() if shape_of(module) and not known & {name, f"{name}.weight"}]
+    return list(places.values()), dict.fromkeys(missing, _ABSENT)
 
 
 def _cast_problems(checkpoint: Checkpoint, names: Names) -> Iterator[Problem]:
@@ -216,23 +232,28 @@ def places_of_dense(
     experts = _dense_experts(model, checkpoint, names, skipped)
     places, reasons = list(experts.values()), {}
     for name, module in model.named_modules():
-        shape, key = shape_of(module), f"{name}.weight"
-        if shape is None or name in experts:
-            if name in skipped and are_experts(module):
-                reasons[name] = skipped[name]
+        if name in experts or not (isinstance(module, nn.Linear | Conv1D) or (name in skipped and are_experts(module))):
             continue
-        reason = skipped.get(name)
-        if reason is None and key in model.all_tied_weights_keys:
-            reason = f"its weight is tied to {model.all_tied_weights_keys[key]}"
-        if reason is None and key not in stored:
-            reason = "the checkpoint has no such weight as it is: merged, split, missing, or of a dtype not quantised"
-        if reason is None and module.bias is not None and f"{name}.bias" not in stored:
-            reason = "the checkpoint has no bias for it"
+        reason = skipped.get(name) or _dense_reason(model, name, module, stored)
         if reason is None:
-            places.append(Place(stored[key], name, transposed=isinstance(module, Conv1D)))
+            places.append(Place(stored[f"{name}.weight"], name, transposed=isinstance(module, Conv1D)))
         else:
             reasons[name] = reason
     return places, reasons
+
+
+def _dense_reason(model: Any, name: str, module: Any, stored: Mapping[str, str]) -> str | None:
+    """Return why a linear layer is not quantised though nobody asked for that, or None."""
+    key = f"{name}.weight"
+    if shape_of(module) is None:
+        return f"{type(module).__name__} is no plain linear layer"
+    if key in model.all_tied_weights_keys:
+        return f"its weight is tied to {model.all_tied_weights_keys[key]}"
+    if key not in stored:
+        return _ABSENT
+    if module.bias is not None and f"{name}.bias" not in stored:
+        return "the checkpoint has no bias for it"
+    return None
 
 
 def _dense_experts(model: Any, checkpoint: Checkpoint, names: Names, skipped: Collection[str]) -> dict[str, Place]:

@@ -12,12 +12,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 import q4core as q4
-from q4_transformers.experts import drop_conversions
+from q4_transformers.experts import are_experts, drop_conversions, has_experts, without_experts
 from q4_transformers.linear import HfLinear
+from q4_transformers.peft import keep_names_of_experts
 from q4_transformers.places import Names, Place, open_files, places_of_dense, places_of_layers, shape_of
 from q4_transformers.saving import state_and_metadata
 from q4core import ConfigError
@@ -85,10 +87,12 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             if config.gguf is not None:
                 self._places = list(config.gguf.places)
             elif config.format is None:
-                self._places = places_of_layers(model, checkpoint, names)
+                self._places, self.reasons = places_of_layers(model, checkpoint, names)
             else:
                 self._places, self.reasons = places_of_dense(model, checkpoint, names, config)
             self._read_facts(checkpoint)
+            if has_experts(model):
+                keep_names_of_experts()
             self._replace(model, checkpoint, dtype, takes_place=isinstance(device_map, str))
             _hide(model, (form for key in self._packed_keys(checkpoint) for form in names.forms(key)))
         except BaseException:
@@ -116,7 +120,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             module = model.get_submodule(place.module)
             rows, columns = shape_of(module) or (0, 0)
             layer = HfLinear.empty(rows, columns, module.bias, dtype=dtype, config=config, name=place.module)
-            layer.stored_name = place.name
+            layer.stored_name, layer.is_transposed = place.name, isinstance(module, Conv1D)
             layer.__dict__["_is_hf_initialized"] = True  # transformers' mark: nothing is to be drawn at random
             if takes_place:
                 schema = checkpoint.schema.layers.get(place.stored)
@@ -131,9 +135,10 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         return max_memory
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Return them as they are: no packed tensor is loaded by transformers."""
-        del model
-        return weight_conversions
+        """Return those that still apply: no packed tensor is loaded by transformers, and not all experts are merged."""
+        if not has_experts(model) or any(are_experts(module) for module in model.modules()):
+            return weight_conversions
+        return without_experts(weight_conversions)
 
     def get_weight_conversions(self) -> list[Any]:
         """Return none, as above."""

@@ -2,7 +2,8 @@
 
 Nobody who did not ask for it notices: new names are added (``q4``, and ``modelopt``, which transformers can't load),
 ``merge_quantization_configs`` is passed on unless the caller's configuration is a ``Q4Config``, and names of other
-libraries are taken over only where ``take_over`` or the environment variable ``Q4_TRANSFORMERS`` says so.
+libraries are taken over only where ``take_over`` or the environment variable ``Q4_TRANSFORMERS`` says so. What PEFT is
+told of experts is in ``peft.keep_names_of_experts``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import q4core as q4
-from q4_transformers.experts import GPT_OSS, with_stacked_experts
+from q4_transformers.experts import GPT_OSS, is_stacked, with_stacked_experts
 from q4_transformers.linear import HfLinear, dense_state_only
 from q4core import ConfigError, WeightSpec
 from q4core.plugin_api import find_dialect
@@ -65,6 +65,10 @@ def state_and_metadata(
     for name, layer in layers.items():
         weight, stored = layer.packed_weight(), layer.stored_name or name
         weight = dialect.approximate(weight) if config.lossy else weight
+        if dialect.name == GPT_OSS and not is_stacked(stored):
+            rule = "an expert's, as transformers reads no other layer in it"
+            hint = "Quantise with modules_to_not_convert=['self_attn', 'lm_head'], or save in another dialect."
+            raise dialect.refusal(stored, "layer", rule, type(model).__name__, hint)
         specs[stored] = WeightSpec.of(weight)
         written[stored] = dialect.write(stored, weight)
         state |= (written[stored] if stored == name else dialect.write(name, weight)).tensors
