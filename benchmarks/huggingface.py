@@ -9,11 +9,10 @@ file backs.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.metadata
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ import torch
 
 import q4core as q4
 from benchmarks import record, verdict
+from benchmarks.child import anonymous_bytes, run_child
 from benchmarks.cpu.ours import isa
 from benchmarks.style import caption, plt, save, tidy
 from q4_nn.generation.command import find_model
@@ -54,11 +54,6 @@ SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "
 _FIELDS = ("load_seconds", "peak_bytes", "prefill", "decode")
 
 
-def _anonymous() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-
 def _run(folder: str, dtype: str, ours: str, steps: int) -> dict[str, Any]:
     """Load a model in this process, and let it read a prompt and say some tokens."""
     library = importlib.import_module("transformers")
@@ -69,11 +64,11 @@ def _run(folder: str, dtype: str, ours: str, steps: int) -> dict[str, Any]:
         q4.default_registry().backends()  # plugins are imports
     else:
         importlib.import_module("bitsandbytes" if Path(folder).name == "nf4" else "compressed_tensors")
-    before, peak, done = _anonymous(), [0], threading.Event()
+    before, peak, done = anonymous_bytes(), [0], threading.Event()
 
     def sample() -> None:
         while not done.wait(0.002):
-            peak[0] = max(peak[0], _anonymous())
+            peak[0] = max(peak[0], anonymous_bytes())
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
@@ -85,7 +80,7 @@ def _run(folder: str, dtype: str, ours: str, steps: int) -> dict[str, Any]:
         model(tokens[:, :2])  # some libraries make their weights at the first call
         done.set()
         thread.join()
-        told["peak_bytes"] = max(peak[0], _anonymous()) - before
+        told["peak_bytes"] = max(peak[0], anonymous_bytes()) - before
         started = time.perf_counter()
         found = model(tokens, use_cache=True)
         told["prefill"] = PROMPT / (time.perf_counter() - started)
@@ -97,16 +92,7 @@ def _run(folder: str, dtype: str, ours: str, steps: int) -> dict[str, Any]:
     return told
 
 
-def _child(*words: object) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.huggingface", "--child", *map(str, words)]
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # as the command q4 sets it
-    done = subprocess.run(  # noqa: S603  # no input
-        command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+_child = functools.partial(run_child, "benchmarks.huggingface", limit_s=LIMIT_S)
 
 
 def _write(folder: Path, sizes: dict[str, int] | None) -> None:

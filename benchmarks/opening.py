@@ -8,13 +8,13 @@ take turns. Files are in the page cache: what is measured is what is computed an
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +25,7 @@ import torch
 
 import q4core as q4
 from benchmarks import record, verdict
+from benchmarks.child import anonymous_bytes, run_child
 from q4_nn import Generation, LanguageModel
 from q4_nn.generation.command import find_model
 
@@ -39,11 +40,6 @@ _LARGE = {"layers": 36, "hidden": 2560, "feed_forward": 8192}
 _SMALL = {"layers": 2, "hidden": 256, "feed_forward": 512}
 _BLOCK, _BLOCK_BYTES = 32, 20
 _FIELDS = ("seconds", "cpu_seconds", "anonymous_bytes", "first_token_seconds", "first_token_anonymous_bytes")
-
-
-def _anonymous() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def _mapped() -> dict[str, int]:
@@ -62,27 +58,27 @@ def _open_here(path: str, cache: str) -> dict[str, Any]:
     """Open a model in this process, and let it say one token."""
     q4.default_registry().items("q4_architectures")  # plugins are imports
     q4.default_registry().backends()
-    before, started, cpu = _anonymous(), time.perf_counter(), time.process_time()
+    before, started, cpu = anonymous_bytes(), time.perf_counter(), time.process_time()
     with LanguageModel.open(path, cache=cache) as model:
         told: dict[str, Any] = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
         told |= {
-            "anonymous_bytes": _anonymous() - before,
+            "anonymous_bytes": anonymous_bytes() - before,
             "state": "off" if model.cached is None else model.cached.state,
         }
         for _ in Generation(model.decoder, model.tokenizer.encode("the capital"), max_tokens=1):
             told["first_token_seconds"] = time.perf_counter() - started
-            told["first_token_anonymous_bytes"] = _anonymous() - before
+            told["first_token_anonymous_bytes"] = anonymous_bytes() - before
         return told
 
 
 def _open_llama(path: str) -> dict[str, Any]:
     library: Any = importlib.import_module("llama_cpp")
     library.llama_backend_init()
-    before, started, cpu = _anonymous(), time.perf_counter(), time.process_time()
+    before, started, cpu = anonymous_bytes(), time.perf_counter(), time.process_time()
     if not library.llama_model_load_from_file(path.encode(), library.llama_model_default_params()):
         raise SystemExit("llama.cpp could not open the file")
     told = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
-    return {**told, "anonymous_bytes": _anonymous() - before}
+    return {**told, "anonymous_bytes": anonymous_bytes() - before}
 
 
 def _open_shared(path: str, cache: str, count: int) -> dict[str, Any]:
@@ -118,16 +114,7 @@ def _open_shared(path: str, cache: str, count: int) -> dict[str, Any]:
     return {"processes": found, "pss_bytes": sum(item["Pss"] for item in found)}
 
 
-def _child(*words: object) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.opening", "--child", *map(str, words)]
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # as the command q4 sets it
-    done = subprocess.run(  # noqa: S603  # no input
-        command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment
-    )
-    if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+_child = functools.partial(run_child, "benchmarks.opening", limit_s=LIMIT_S)
 
 
 def _write_large(path: Path, sizes: dict[str, int]) -> Path:

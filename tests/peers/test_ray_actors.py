@@ -24,7 +24,7 @@ ACTORS = Path(__file__).parents[2] / "plugins" / "actors" / "tests"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(ACTORS))
-    ray = pytest.importorskip("ray")
+    import ray
     from acting import Echo, Friend, Holding, Layered, Stepper
     from ray.cluster_utils import Cluster
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -244,7 +245,6 @@ def test_recurrent_of_snntorch(snn: Any) -> None:
 
 def test_refused_graphs(nir: Any) -> None:
     """What can't be a network is an error that names the node; so is a neuron that NIR has not."""
-    np = pytest.importorskip("numpy")
     ones = np.ones(3)
     lif = nir.LIF(tau=ones, r=ones, v_leak=0 * ones, v_threshold=ones)
     matrix, start, end = nir.Linear(np.ones((3, 3))), nir.Input(np.array([3])), nir.Output(np.array([3]))
@@ -269,7 +269,6 @@ def test_refused_graphs(nir: Any) -> None:
 
 def test_graphs_that_are_broken(nir: Any, tmp_path: Path) -> None:
     """Cycles without neurons, delays and steps that are no numbers, other files, and taken names are errors."""
-    np = pytest.importorskip("numpy")
     ones = np.ones(3)
     lif = nir.LIF(tau=ones, r=ones, v_leak=0 * ones, v_threshold=ones)
     nodes = {"in": nir.Input(np.array([3])), "w": nir.Linear(np.ones((3, 3))), "lif": lif}

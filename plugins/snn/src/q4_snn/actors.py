@@ -11,8 +11,8 @@ from torch import nn
 
 from q4_actors import Actor, MailboxFullError, SharedWeight
 from q4_nn import FilledLinear
-from q4_snn.network import Projection, check_finite, event_product
-from q4core import ConfigError, InputError, Q4Linear, Session, SessionConfig
+from q4_snn.network import Projection, check_finite, event_product, packed_layer
+from q4core import ConfigError, InputError, Session, SessionConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -172,19 +172,19 @@ class ActorNetwork:
     def _share(self, item: Any) -> _Synapses:
         if not isinstance(item, Projection):
             raise ConfigError("ActorNetwork", name="projection", rule="a Projection", value=type(item).__name__)
-        inner = item.synapses.layer if isinstance(item.synapses, FilledLinear) else item.synapses
+        packed = packed_layer(item.synapses)
         common = (item.source, item.delay, item.source_size, item.is_binary)
-        if not isinstance(inner, Q4Linear):
-            bias = getattr(inner, "bias", None)
+        if packed is None:
+            bias = getattr(item.synapses, "bias", None)
             return _Synapses(*common, item.dense_weight(), None if bias is None else bias.detach(), None)
-        served = inner.diagnostics()  # actors ask for what this layer was asked for
+        served = packed.diagnostics()  # actors ask for what this layer was asked for
         config = SessionConfig(
             device=str(served.device),
             backend=served.override,
             compute_path=served.compute_path,
             activation_precision=served.request.precision,
         )
-        return _Synapses(*common, self._system.share(inner), None, config)
+        return _Synapses(*common, self._system.share(packed), None, config)
 
     @property
     def clock(self) -> int:

@@ -142,19 +142,15 @@ class Projection(nn.Module):
         """Name of the synapses' 4-bit format, or None where they are float."""
         if isinstance(self.synapses, STELinear):
             return self.synapses.format
-        packed = self._packed()
+        packed = packed_layer(self.synapses)
         return None if packed is None else packed.weight.format
-
-    def _packed(self) -> Q4Linear | None:
-        inner = self.synapses.layer if isinstance(self.synapses, FilledLinear) else self.synapses
-        return inner if isinstance(inner, Q4Linear) else None
 
     def dense_weight(self) -> torch.Tensor:
         """Return the numbers that ``forward`` uses, [target_size, source_size], float, without gradients."""
         with torch.no_grad():
             if isinstance(self.synapses, STELinear):
                 return self.synapses.quantised().clone()
-            packed = self._packed()
+            packed = packed_layer(self.synapses)
             if packed is None:
                 weight: torch.Tensor = self.synapses.weight  # type: ignore[assignment]  # an nn.Linear's
                 return weight.clone()
@@ -173,10 +169,16 @@ class Projection(nn.Module):
         return self
 
 
+def packed_layer(synapses: nn.Module) -> Q4Linear | None:
+    """Return the packed layer that synapses are, or hold with inputs filled up to whole blocks; None where none is."""
+    inner = synapses.layer if isinstance(synapses, FilledLinear) else synapses
+    return inner if isinstance(inner, Q4Linear) else None
+
+
 def event_product(synapses: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the product of packed synapses with zeros and ones, at the cost of the ones; others as they are."""
-    layer = synapses.layer if isinstance(synapses, FilledLinear) else synapses
-    if not isinstance(layer, Q4Linear) or layer.dtype is not torch.float32:
+    layer = packed_layer(synapses)
+    if layer is None or layer.dtype is not torch.float32:
         return synapses
     product, width = SpikeProduct(layer), layer.in_features
 

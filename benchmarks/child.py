@@ -1,0 +1,40 @@
+"""Measurements that have a process of their own, and what such a process knows of its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["anonymous_bytes", "run_child"]
+
+
+def run_child(module: str, *words: object, limit_s: float) -> dict[str, Any]:
+    """Run ``python -m MODULE --child WORDS…`` and return the JSON of its last line.
+
+    Args:
+        module: With the package, as Python takes it.
+        *words: What follows ``--child``.
+        limit_s: Seconds until it is killed.
+
+    Raises:
+        SystemExit: It failed; its last words are told.
+    """
+    command = [sys.executable, "-m", module, "--child", *map(str, words)]
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # as the command q4 sets it
+    done = subprocess.run(  # noqa: S603  # no input
+        command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, words))}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def anonymous_bytes() -> int:
+    """Return the resident memory of this process that no file backs; on Linux."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
