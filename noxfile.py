@@ -14,7 +14,7 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tools.environments import install, install_group, install_packages, lowest_versions, put_apart, run, runnable
+from tools.environments import install, install_group, install_packages, link, lowest_versions, put_apart, run, runnable
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -148,10 +148,10 @@ def docs(session: nox.Session) -> None:
     run(session, "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "build/docs", *session.posargs)
 
 
-@nox.session
+@nox.session(requires=["env"])
 def peerenv(session: nox.Session) -> None:
-    """Make the environment that ``peers`` and ``bench`` share."""
-    install_packages(session, environment="peerenv")
+    """Make the environment that ``peers`` and ``bench`` share: other libraries, over ``env``."""
+    link(session, "peerenv")
 
 
 @nox.session(venv_backend="none", requires=["env", "peerenv"])

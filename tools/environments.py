@@ -18,6 +18,7 @@ __all__ = [
     "install",
     "install_group",
     "install_packages",
+    "link",
     "lowest_versions",
     "put_apart",
     "run",
@@ -29,7 +30,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
 CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
-BESIDE_PEERS = {"transformers"}  # packages whose library is large: elsewhere they can be linted, not imported
+BESIDE_PEERS = {"transformers"}  # packages whose library is large: outside ``peerenv`` they can be linted, not imported
 LARGE = {"torch", "model", "models", "minilm", "bench"}  # installations whose progress is worth showing
 
 
@@ -85,15 +86,22 @@ def install_packages(session: nox.Session, *, environment: str = "env") -> None:
     install(session, "torch", "torch", "numpy", environment=environment)
     install(session, "builders", *BUILDERS, environment=environment)
     folders: Sequence[Path] = distributions()
-    if environment != "peerenv":
-        apart = [item for folder in folders if folder.name in BESIDE_PEERS for item in ("--editable", str(folder))]
-        install(session, "apart", "--no-deps", "--no-build-isolation", *apart, environment=environment)
-        folders = [folder for folder in folders if folder.name not in BESIDE_PEERS]
+    apart = [item for folder in folders if folder.name in BESIDE_PEERS for item in ("--editable", str(folder))]
+    install(session, "apart", "--no-deps", "--no-build-isolation", *apart, environment=environment)
+    folders = [folder for folder in folders if folder.name not in BESIDE_PEERS]
     if "CXX" not in os.environ and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         session.warn("there is no C++ compiler here: cpu-native is left out, and the reference serves instead")
         folders = [folder for folder in folders if folder.name != "cpu-native"]
     editables = [item for folder in folders for item in ("--editable", str(folder))]
     install(session, "packages", "--no-build-isolation", *editables, environment=environment)
+
+
+def link(session: nox.Session, environment: str, *, base: str = "env") -> None:
+    """Let an environment find what another one has, after what it has itself: torch and our packages are there once."""
+    script = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
+    programs = [str(_folder(session, name) / "python") for name in (environment, base)]
+    own, other = (session.run(program, "-c", script, external=True, silent=True) for program in programs)
+    Path(str(own), "_base.pth").write_text(f"import site; site.addsitedir({str(other)!r})\n", encoding="utf-8")
 
 
 def runnable(session: nox.Session) -> str:
