@@ -213,7 +213,7 @@ def judge(result: dict[str, Any]) -> list[verdict.Verdict]:
 def main(arguments: Sequence[str] = ()) -> None:
     """Measure, write ``opening.json``, and print medians and verdicts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks opening", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two rounds and a small large file, for development")
+    parser.add_argument("--quick", action="store_true", help="one round and a small large file, for development")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             told = _open_here(path, rest[0]) if kind == "open" else _open_shared(path, rest[0], int(rest[1]))
         print(json.dumps(told))
         return
-    result = measure(2 if options.quick else 9, _SMALL if options.quick else _LARGE)
+    result = measure(1 if options.quick else 9, _SMALL if options.quick else _LARGE)
     judged = judge(result)
     result["verdicts"] = [one.to_json() for one in judged]
     written = record.write("opening", result, folder=record.BUILD if options.quick else record.RESULTS)

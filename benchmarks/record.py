@@ -66,8 +66,8 @@ def environment() -> dict[str, Any]:
 
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Return median, 10th and 90th percentile, and the samples."""
-    cuts = statistics.quantiles(samples, n=10, method="inclusive")
+    """Return median, 10th and 90th percentile, and the samples, of which there may be one."""
+    cuts = statistics.quantiles(samples if len(samples) > 1 else [*samples] * 2, n=10, method="inclusive")
     rounded = [round(sample, 3) for sample in samples]
     return {"median": statistics.median(samples), "p10": cuts[0], "p90": cuts[-1], "samples": rounded}
 

@@ -83,9 +83,10 @@ def test_random_cases(processor: str, count: str) -> None:
     assert f"{count} cases passed" in done.stdout
 
 
-def test_random_programs() -> None:
+@pytest.mark.parametrize("count", ["50", pytest.param("500", marks=pytest.mark.soak)])
+def test_random_programs(count: str) -> None:
     """Each step is what float64 allows, and a whole program its steps, bit for bit, for any number of threads."""
-    assert "150 programs" in _run("max", "program", "150", SEED).stdout
+    assert f"{count} programs" in _run("max", "program", count, SEED).stdout
     assert "program-bad: passed" in _run("neoverse-n1", "program-bad").stdout
 
 
