@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from benchmarks import record, spiking_circuit, verdict
+from benchmarks import record, spiking_circuit, spiking_picture, verdict
 from benchmarks.child import run_child
 from benchmarks.spiking_torch import BETA, OURS, SIMULATORS, layer_weight, rounded
 from q4_snn import spikegen
@@ -226,4 +227,6 @@ def main(options: Sequence[str] = ()) -> None:
     print(*verdict.lines(verdicts), sep="\n")
     result: dict[str, Any] = {"threads": 1, "batch": 1, "size": size, "steps": steps, "missing": missing}
     result |= {"verdicts": [item.to_json() for item in verdicts], "layer": layer, "circuits": told}
-    print(f"written: {record.write('snn', result, folder=record.BUILD if asked.quick else record.RESULTS)}")
+    path = record.write("snn", result, folder=record.BUILD if asked.quick else record.RESULTS)
+    picture = spiking_picture.draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))
+    print(f"written: {path}, {picture}")

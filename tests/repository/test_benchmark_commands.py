@@ -61,6 +61,17 @@ def test_certify(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_snn(run: Run) -> None:
+    """The layer and a circuit run with q4-snn, whose memory is told, and who is missing is listed with the reason."""
+    result = run("snn", "--simulators", sys.executable)
+    assert {row["rate"] for row in result["layer"]["rows"] if row["who"] == "q4-snn"} == {0.01, 0.03, 0.1, 0.3}
+    assert result["layer"]["bytes_per_synapse"]["q4-snn"] > 0.5
+    assert result["circuits"][0]["runs"]["q4-snn"]["rate_hz"] > 0
+    for name in ("Norse", "NEST", "Brian2"):
+        assert (name in result["missing"]) != (name in result["layer"]["versions"])
+
+
+@pytest.mark.slow
 def test_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way shares a small tensor between a writer and a reader."""
     monkeypatch.setattr(memory_command, "SCENES", (actors.Scene("small", 1 << 10, 1),))
