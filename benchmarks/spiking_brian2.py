@@ -7,6 +7,7 @@ project's packages. Numbers are float64, Brian2's default. Spikes arrive before 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,13 @@ if TYPE_CHECKING:
 STEP = 0.1 * brian.ms
 
 
-def build(given: Mapping[str, Any]) -> tuple[Any, Any, list[float], int]:
-    """Return network, monitor, a list that gets the time at each step's start, and how far cells lag behind inputs."""
+def build(given: Mapping[str, Any]) -> tuple[Any, Any, list[float], int, int]:
+    """Return a network and what to ask it.
+
+    Returns:
+        Network, monitor, the list that gets the time at which each step starts, how many steps cells lag behind inputs,
+        and the bytes before there are synapses.
+    """
     count = int(given["neurons"])
     cells = brian.NeuronGroup(
         count, "dv/dt = (mu - v) / tau : 1\nmu : 1 (constant)", threshold="v > 1", reset="v = 0", method="exact",
@@ -36,6 +42,7 @@ def build(given: Mapping[str, Any]) -> tuple[Any, Any, list[float], int]:
     else:
         source, lag = cells, 0
         cells.mu, cells.v = given["drive"] / (1 - given["beta"]), given["start"]
+    before = settled_bytes()
     synapses = brian.Synapses(source, cells, "w : 1", on_pre="v_post += w")
     synapses.connect(i=given["source"], j=given["target"])
     synapses.w = given["weight"]
@@ -45,7 +52,7 @@ def build(given: Mapping[str, Any]) -> tuple[Any, Any, list[float], int]:
     clock = brian.NetworkOperation(lambda: stamps.append(time.perf_counter()), when="start")
     network = brian.Network({cells, source, synapses, monitor, clock})
     network.schedule = ["start", "groups", "synapses", "thresholds", "resets", "end"]
-    return network, monitor, stamps, lag
+    return network, monitor, stamps, lag, before
 
 
 def main() -> None:
@@ -57,10 +64,13 @@ def main() -> None:
     one = np.ones(1)
     small = {"source": np.zeros(1, int), "target": np.zeros(1, int), "weight": one, "neurons": 1, "beta": 0.5}
     small |= {"inputs": np.ones((1, 1))} if is_layer else {"drive": one, "start": one, "delay": one}
-    build(small)[0].run(2 * STEP)  # generates and compiles what both have
-    before = settled_bytes()
-    with np.load(sys.argv[2]) as file:
-        network, monitor, stamps, lag = build({**file})
+    build(small)[0].run(2 * STEP)  # what the library takes for itself
+    with np.load(sys.argv[2]) as file:  # reads each array when it is asked for
+        if not (compiling := os.fork()):  # in a process that goes: the compiler's memory is none of the synapses'
+            build(file)[0].run(STEP)
+            os._exit(0)
+        os.waitpid(compiling, 0)
+        network, monitor, stamps, lag, before = build(file)
     network.run((int(blocks.sum()) + lag + 1) * STEP)
     held = settled_bytes() - before
     ends = np.cumsum([lag, *blocks])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 STEP_MS = 0.1
 
 
-def build(given: Mapping[str, Any]) -> tuple[Any, Any, int]:
-    """Return neurons, recorder, and how many steps cells lag behind inputs."""
+def build(given: Mapping[str, Any]) -> tuple[Any, Any, int, int]:
+    """Return neurons, recorder, how many steps cells lag behind inputs, and the bytes before there are synapses."""
     nest.ResetKernel()
     nest.SetKernelStatus({"resolution": STEP_MS, "local_num_threads": 1})
     beta = float(given["beta"])
@@ -42,22 +42,19 @@ def build(given: Mapping[str, Any]) -> tuple[Any, Any, int]:
         source, lag = cells, 0
         cells.I_e = given["drive"] / ((1 - beta) * tau)  # NEST's C_m is 1
         cells.V_m = given["start"]
+    before = settled_bytes()
     ids = np.asarray(source.tolist())[given["source"]], np.asarray(cells.tolist())[given["target"]]
     delay = given["delay"] * STEP_MS if "delay" in given else np.full(len(ids[0]), STEP_MS)
     nest.Connect(*ids, "one_to_one", {"weight": given["weight"].astype(float), "delay": delay})
-    return cells, recorder, lag
+    return cells, recorder, lag, before
 
 
 def main() -> None:
     """Build, run, write the spikes and tell times and bytes."""
     nest.verbosity = nest.VerbosityLevel.ERROR
-    one = np.ones(1)
-    build({"neurons": 1, "beta": 0.5, "inputs": np.ones((1, 1)), "source": [0], "target": [0], "weight": one})
-    nest.Simulate(3 * STEP_MS)
-    before = settled_bytes()
-    with np.load(sys.argv[2]) as file:
+    with np.load(sys.argv[2]) as file:  # reads each array when it is asked for
         blocks = file["blocks"].tolist()
-        cells, recorder, lag = build({**file})
+        cells, recorder, lag, before = build(file)
     taken = []
     with nest.RunManager():
         if lag:
