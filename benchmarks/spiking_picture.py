@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.patches import Patch
+
 from benchmarks import style
 from benchmarks.style import plt
 
@@ -49,7 +51,11 @@ def draw(result: Mapping[str, Any], path: Path) -> Path:
     _bars(circuits, events, "Recurrent circuit", "synaptic events/s")
     held = {at: {who: run["bytes_per_synapse"] for who, run in found.items()} for at, found in runs.items()}
     _bars(memory, {"layer": layer["bytes_per_synapse"], **held}, "Memory", "bytes per synapse")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    figure.legend(handles, COLOURS, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(
+        handles=[Patch(color=colour, label=name) for name, colour in COLOURS.items()],
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
     figure.suptitle(f"Spiking networks: {style.caption(result, 'one thread')}", fontsize=10)
     return style.save(figure, path)
