@@ -39,7 +39,7 @@ AT_ONCE = "synaptic events/s at least 3 times a torch-based library's, all steps
 SAME_SHARE, SAME_RATE = 1e-4, 0.05
 """A layer's spikes may differ at this share of places; a circuit's rate by this share, as rounding makes it diverge."""
 OTHERS = {"Brian2": "benchmarks.spiking_brian2", "NEST": "benchmarks.spiking_nest"}
-LIMIT_S = 400.0
+LIMIT_S = 600.0
 
 
 def _reason(error: BaseException) -> str:
