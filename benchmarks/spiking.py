@@ -37,7 +37,8 @@ TARGET = 3.0
 BY_STEP = "synaptic events/s at least 3 times a torch-based library's, step by step"
 AT_ONCE = "synaptic events/s at least 3 times a torch-based library's, all steps in one product"
 SAME_SHARE, SAME_RATE = 1e-4, 0.05
-"""A layer's spikes may differ at this share of places; a circuit's rate by this share, as rounding makes it diverge."""
+"""Sums are rounded in other orders. In a layer that may flip this share of all spikes, where a membrane just passes the
+threshold; a circuit goes another way after that, and its rate may differ by this share."""
 OTHERS = {"Brian2": "benchmarks.spiking_brian2", "NEST": "benchmarks.spiking_nest"}
 LIMIT_S = 600.0
 
@@ -175,12 +176,12 @@ def _circuit(neurons: int, blocks: Sequence[int], python: str, missing: dict[str
         except (SystemExit, subprocess.TimeoutExpired) as error:
             if name == OURS:
                 raise
-            missing[name] = _reason(error)
+            missing[f"{name}, {neurons} neurons"] = _reason(error)
             continue
         first = spikes if first is None else first
         apart = abs(len(spikes) / len(first) - 1)
         if apart > SAME_RATE:
-            missing[name] = f"its rate is {apart:.1%} off, in a circuit of {neurons} neurons"
+            missing[f"{name}, {neurons} neurons"] = f"its rate is {apart:.1%} off"
             continue
         common = min(len(first), len(spikes))
         differ = (first[:common] != spikes[:common]).any(1).nonzero()[0]
