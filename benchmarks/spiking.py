@@ -1,94 +1,233 @@
-"""A layer of spiking neurons with 4-bit synapses, beside snnTorch's with float32 ones, over how often inputs fire.
+"""Spiking networks with 4-bit synapses beside other simulators: speed, spikes, and memory per synapse.
 
-Both run the same spikes through 2,048 × 2,048 synapses into LIF neurons, sample by sample, in turns on one thread.
+A layer of 2,048 × 2,048 synapses, over how often inputs fire, beside the torch-based libraries in turns within one
+process, and then in Brian2 and NEST. And a recurrent circuit with a tenth of its synapses, in which q4-snn's sparse
+ones stand beside Brian2's and NEST's. All get the same weights, inputs and neurons, on one thread and for one sample. A
+simulator whose spikes are others is not timed. Memory is what synapses add to a process of their own.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib.metadata
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-import q4core as q4
-from benchmarks import record
-from q4_nn import pack_
-from q4_snn import LIF, Network, Population, Projection, spikegen
+from benchmarks import record, spiking_circuit, spiking_picture, verdict
+from benchmarks.child import run_child
+from benchmarks.spiking_torch import BETA, OURS, SIMULATORS, layer_weight, rounded
+from q4_snn import spikegen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from benchmarks.spiking_torch import Run
 
 RATES = (0.01, 0.03, 0.1, 0.3)
-STEPS, BETA = 20, 0.9
+TARGET = 3.0
+BY_STEP = "synaptic events/s at least 3 times a torch-based library's, step by step"
+AT_ONCE = "synaptic events/s at least 3 times a torch-based library's, all steps in one product"
+SAME_SHARE, SAME_RATE = 1e-4, 0.05
+"""Sums are rounded in other orders. In a layer that may flip this share of all spikes, where a membrane just passes the
+threshold; a circuit goes another way after that, and its rate may differ by this share."""
+OTHERS = {"Brian2": "benchmarks.spiking_brian2", "NEST": "benchmarks.spiking_nest"}
+LIMIT_S = 600.0
 
 
-def _ours(weight: torch.Tensor, session: q4.Session) -> tuple[Network, q4.Q4Linear]:
-    size = len(weight)
-    pixels, cells = Population("pixels", size, spikes=True), Population("cells", size, LIF.from_beta(BETA))
-    network = Network([pixels, cells], [Projection(pixels, cells, format="nf4")])
-    network.get_parameter("projections.pixels->cells.synapses.weight").data.copy_(weight)
-    pack_(network, session)
-    layer = network.get_submodule("projections.pixels->cells.synapses")
-    assert isinstance(layer, q4.Q4Linear)
-    return network, layer
+def _reason(error: BaseException) -> str:
+    """Return the last words of a program that failed."""
+    return str(error).strip().splitlines()[-1]
 
 
-def _theirs(weight: torch.Tensor) -> Callable[[torch.Tensor], object] | None:
-    try:
-        import snntorch  # noqa: PLC0415  # not everywhere
-    except ImportError:
-        print("snntorch is not installed: only q4-snn is measured")
-        return None
-    neuron = snntorch.Leaky(beta=BETA, reset_delay=False)
+def _makers(weight: torch.Tensor) -> tuple[dict[str, Run], dict[str, str], dict[str, str]]:
+    """Return the runs of a layer, their versions, and why others are missing."""
+    runs: dict[str, Run] = {}
+    versions: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    for name, (distribution, make) in SIMULATORS.items():
+        try:
+            versions[name] = importlib.metadata.version(distribution)
+            runs[name] = make(weight)
+        except importlib.metadata.PackageNotFoundError:
+            missing[name] = f"{distribution} is not installed"
+        except ImportError as error:
+            missing[name] = f"{distribution} can't be imported: {error}"
+    return runs, versions, missing
 
-    def run(x: torch.Tensor) -> object:
-        mem, spikes = torch.zeros(1, len(weight)), []
-        for step in x:
-            fired, mem = neuron(torch.nn.functional.linear(step, weight), mem)
-            spikes.append(fired)
-        return torch.stack(spikes)
 
-    return run
+def _speed(seconds: Sequence[float], steps: int, spikes: float, events: float) -> dict[str, Any]:
+    """Return the speeds of a run of so many steps, from its samples."""
+    median = statistics.median(seconds)
+    return {
+        "us_per_step": record.summary([second / steps * 1e6 for second in seconds]),
+        "steps_per_s": steps / median,
+        "spikes_per_s": spikes / median,
+        "synaptic_events_per_s": events / median,
+    }
+
+
+def _target(name: str) -> str:
+    return AT_ONCE if "all steps" in name else BY_STEP
+
+
+def _input(size: int, rate: float, steps: int) -> torch.Tensor:
+    return spikegen.rate(torch.full((1, size), rate), steps, generator=torch.Generator().manual_seed(1))
+
+
+def _layer(size: int, steps: int, rounds: int, missing: dict[str, str]) -> tuple[dict[str, Any], list[verdict.Verdict]]:
+    """Measure the layer in the torch-based libraries, in turns."""
+    runs, versions, absent = _makers(layer_weight(size))
+    missing |= absent
+    rows: list[dict[str, Any]] = []
+    verdicts: list[verdict.Verdict] = []
+    for rate in RATES:
+        x = _input(size, rate, steps)
+        wanted = runs[OURS](x)
+        differ = {name: float((run(x) != wanted).float().mean()) for name, run in runs.items()}
+        for name in [name for name, share in differ.items() if share > SAME_SHARE]:
+            missing[name] = f"other spikes at {differ[name]:.2%} of places, at {rate:.0%}"
+            del runs[name]
+        calls: dict[str, Callable[[], object]] = {name: lambda run=run, x=x: run(x) for name, run in runs.items()}  # type: ignore[misc]  # its own
+        samples = record.interleaved_us(calls, rounds=rounds, repeats=1)
+        for name, us in samples.items():
+            found = _speed([item / 1e6 for item in us], steps, float(wanted.sum()), float(x.sum()) * size)
+            rows.append({"rate": rate, "who": name, "differing_share": differ[name], **found})
+            _tell(f"{rate:5.0%}", name, found)
+            if name != OURS:
+                lead = statistics.median(their / own for their, own in zip(us, samples[OURS], strict=True))
+                verdicts.append(verdict.Verdict(_target(name), f"{rate:.0%} of inputs", lead, TARGET, against=name))
+    verdicts += [verdict.Verdict(_target(name), "every rate", None, TARGET, against=name) for name in missing]
+    memory = {}
+    for name in (name for name in runs if _target(name) == BY_STEP):
+        held = run_child("benchmarks.spiking_torch", name, size, limit_s=LIMIT_S)["held_bytes"]
+        memory[name] = held / size**2
+    return {"versions": versions, "rows": rows, "bytes_per_synapse": memory}, verdicts
+
+
+def _tell(where: str, name: str, found: Mapping[str, Any]) -> None:
+    speeds = f"{found['steps_per_s']:9,.0f} steps/s {found['spikes_per_s']:11,.0f} spikes/s"
+    print(f"{where:>13} {name:38} {speeds} {found['synaptic_events_per_s']:15,.0f} events/s", flush=True)
+
+
+def _elsewhere(module: str, problem: Mapping[str, Any], python: str) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
+    """Run a problem in a process of its own; return spikes [n, 2], sorted, and what it tells."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, out = Path(folder, "problem.npz"), Path(folder, "spikes.npy")
+        np.savez(given, **problem)
+        told = run_child(module, given, out, limit_s=LIMIT_S, python=python)
+        spikes = np.load(out)
+    return spikes[np.lexsort((spikes[:, 1], spikes[:, 0]))], told
+
+
+def _layer_elsewhere(size: int, steps: int, rounds: int, python: str, missing: dict[str, str]) -> dict[str, Any]:
+    """Measure the layer in Brian2 and NEST: each rate's input, ``rounds`` times, one after the other."""
+    inputs = torch.cat([_input(size, rate, steps) for rate in RATES for _ in range(rounds)])
+    wanted = SIMULATORS[OURS][1](layer_weight(size))(inputs)[:, 0]
+    source, target = np.divmod(np.arange(size**2, dtype=np.int64), size)
+    problem: dict[str, Any] = {"source": source, "target": target}
+    problem |= {"weight": rounded(layer_weight(size)).T.reshape(-1).numpy()}
+    problem |= {"neurons": size, "beta": BETA, "inputs": inputs[:, 0].bool().numpy()}
+    problem |= {"blocks": np.full(len(RATES) * rounds, steps)}
+    rows: list[dict[str, Any]] = []
+    memory: dict[str, float] = {}
+    versions: dict[str, str] = {}
+    for name, module in OTHERS.items():
+        try:
+            spikes, told = _elsewhere(module, problem, python)
+        except (SystemExit, subprocess.TimeoutExpired) as error:
+            missing[name] = _reason(error)
+            continue
+        found = torch.zeros_like(wanted)
+        found[spikes[:, 0], spikes[:, 1]] = 1
+        differ = float((found != wanted).float().mean())
+        if differ > SAME_SHARE:
+            missing[name] = f"other spikes at {differ:.2%} of places"
+            continue
+        versions[name], memory[name] = f"{told['version']} {told.get('code', '')}".strip(), told["held_bytes"] / size**2
+        for index, rate in enumerate(RATES):
+            block = slice(index * rounds * steps, (index + 1) * rounds * steps)
+            events = float(inputs[block].sum()) * size / rounds
+            taken = told["block_s"][index * rounds : (index + 1) * rounds]
+            row = _speed(taken, steps, float(wanted[block].sum()) / rounds, events)
+            rows.append({"rate": rate, "who": name, "differing_share": differ, **row})
+            _tell(f"{rate:5.0%}", name, row)
+    return {"versions": versions, "rows": rows, "bytes_per_synapse": memory}
+
+
+def _circuit(neurons: int, blocks: Sequence[int], python: str, missing: dict[str, str]) -> dict[str, Any]:
+    """Measure a circuit in q4-snn, Brian2 and NEST, each in a process of its own."""
+    problem = spiking_circuit.problem(neurons, blocks)
+    fan_out, synapses = np.bincount(problem["source"], minlength=neurons), len(problem["weight"])
+    steps, seconds = sum(blocks), sum(blocks) * spiking_circuit.STEP_S
+    found: dict[str, Any] = {}
+    first: np.ndarray[Any, Any] | None = None
+    for name, module in {OURS: "benchmarks.spiking_circuit", **OTHERS}.items():
+        try:
+            spikes, told = _elsewhere(module, problem, sys.executable if name == OURS else python)
+        except (SystemExit, subprocess.TimeoutExpired) as error:
+            if name == OURS:
+                raise
+            missing[f"{name}, {neurons} neurons"] = _reason(error)
+            continue
+        first = spikes if first is None else first
+        apart = abs(len(spikes) / len(first) - 1)
+        if apart > SAME_RATE:
+            missing[f"{name}, {neurons} neurons"] = f"its rate is {apart:.1%} off"
+            continue
+        common = min(len(first), len(spikes))
+        differ = (first[:common] != spikes[:common]).any(1).nonzero()[0]
+        counts = np.histogram(spikes[:, 0], bins=np.cumsum([0, *blocks]))[0]
+        taken, events = told["block_s"], float(fan_out[spikes[:, 1]].sum())
+        row = {"rate_hz": len(spikes) / neurons / seconds, "spikes_per_block": counts.tolist()}
+        row["same_until_step"] = int(first[differ[0], 0]) if len(differ) else steps
+        row["us_per_step"] = record.summary([item / count * 1e6 for item, count in zip(taken, blocks, strict=True)])
+        row |= {"steps_per_s": steps / sum(taken), "spikes_per_s": len(spikes) / sum(taken)}
+        row |= {"synaptic_events_per_s": events / sum(taken), "seconds_per_model_second": sum(taken) / seconds}
+        row["bytes_per_synapse"] = told["held_bytes"] / synapses
+        found[name] = row
+        _tell(f"{neurons} neurons", name, row)
+        print(
+            f"{'':13} {row['seconds_per_model_second']:.1f} × real time, {row['bytes_per_synapse']:.1f} bytes/synapse"
+        )
+    return {"neurons": neurons, "synapses": synapses, "step_s": spiking_circuit.STEP_S, "runs": found}
 
 
 def main(options: Sequence[str] = ()) -> None:
-    """Measure, write ``snn.json`` and print the medians."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks snn")
-    parser.add_argument("--quick", action="store_true", help="a small layer and two rounds, for development")
+    """Measure, write ``snn.json`` and its picture, and print speeds and verdicts."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks snn", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small networks and few rounds, for development")
+    default = os.environ.get("Q4_SIMULATORS", sys.executable)
+    parser.add_argument("--simulators", default=default, help="a Python that has NEST and Brian2; else $Q4_SIMULATORS")
     asked = parser.parse_args(options)
-    size, rounds, repeats = (256, 2, 1) if asked.quick else (2048, 15, 1)
+    size, steps, rounds, others = (256, 20, 2, 2) if asked.quick else (2048, 100, 15, 3)
+    circuits = {500: [100] * 2} if asked.quick else {2000: [1000] * 10, 6000: [1000] * 10}
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 0.1
-    rows: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        session = stack.enter_context(q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")))
-        network, layer = _ours(weight, session)
-        theirs = _theirs(weight)
-        bytes_per_synapse = layer.diagnostics().prepared_bytes / size**2
-        for rate in RATES:
-            x = spikegen.rate(torch.full((1, size), rate), STEPS, generator=torch.Generator().manual_seed(1))
-            calls: dict[str, Callable[[], object]] = {"q4_snn": lambda x=x: network(x)}  # type: ignore[misc]  # its own x
-            if theirs is not None:
-                calls["snntorch"] = lambda x=x: theirs(x)  # type: ignore[misc]  # as above
-            events = float(x.sum()) * size
-            for name, samples in record.interleaved_us(calls, rounds=rounds, repeats=repeats).items():
-                seconds = statistics.median(samples) / 1e6
-                row = {"rate": rate, "who": name, "us_per_step": record.summary([us / STEPS for us in samples])}
-                rows.append(row | {"steps_per_s": STEPS / seconds, "synaptic_events_per_s": events / seconds})
-                print(
-                    f"{rate:5.0%} {name:9} {STEPS / seconds:9,.0f} steps/s {events / seconds:15,.0f} synaptic events/s"
-                )
-    print(f"{bytes_per_synapse:.3f} bytes per synapse; float32 has 4")
-    if not asked.quick:
-        result = {
-            "size": size,
-            "steps": STEPS,
-            "batch": 1,
-            "threads": 1,
-            "bytes_per_synapse": bytes_per_synapse,
-            "rows": rows,
-        }
-        print(f"wrote {record.write('snn', result)}")
+    missing: dict[str, str] = {}
+    try:
+        with torch.no_grad():
+            layer, verdicts = _layer(size, steps, rounds, missing)
+            for name, part in _layer_elsewhere(size, steps, others, asked.simulators, missing).items():
+                layer[name] = layer[name] + part if isinstance(part, list) else layer[name] | part
+            told = [_circuit(*item, asked.simulators, missing) for item in circuits.items()]
+    finally:
+        torch.set_num_threads(threads)
+    for name, held in layer["bytes_per_synapse"].items():
+        print(f"{held:6.2f} bytes per synapse of the layer, {name} {layer['versions'][name]}")
+    for name, why in missing.items():
+        print(f"not measured: {name}: {why}")
+    print(*verdict.lines(verdicts), sep="\n")
+    result: dict[str, Any] = {"threads": 1, "batch": 1, "size": size, "steps": steps, "missing": missing}
+    result |= {"verdicts": [item.to_json() for item in verdicts], "layer": layer, "circuits": told}
+    path = record.write("snn", result, folder=record.BUILD if asked.quick else record.RESULTS)
+    picture = spiking_picture.draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))
+    print(f"written: {path}, {picture}")

@@ -8,9 +8,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from benchmarks import __main__ as command
-from benchmarks import problem, record, threads
+from benchmarks import problem, record, spiking, spiking_torch, threads
 from benchmarks.cpu import ours, peers, plan, small_layers, yardsticks
 from benchmarks.cpu.sampling import Budget
 from benchmarks.memory import actors, ray_objects
@@ -58,6 +59,32 @@ def test_overhead(run: Run) -> None:
 def test_certify(run: Run) -> None:
     """One case of each subject is certified by its id, and beside them ``import torch`` is timed."""
     assert len(run("certify", "--rounds", "1")["seconds"]) == 3
+
+
+@pytest.mark.slow
+def test_snn(run: Run) -> None:
+    """The layer and a circuit run with q4-snn, whose memory is told, and who is missing is listed with the reason."""
+    result = run("snn", "--simulators", sys.executable)
+    assert {row["rate"] for row in result["layer"]["rows"] if row["who"] == "q4-snn"} == {0.01, 0.03, 0.1, 0.3}
+    assert result["layer"]["bytes_per_synapse"]["q4-snn"] > 0.5
+    assert result["circuits"][0]["runs"]["q4-snn"]["rate_hz"] > 0
+    for name in ("Norse", "NEST", "Brian2"):
+        assert (name in result["missing"]) != (name in result["layer"]["versions"])
+
+
+def test_snn_times_no_other_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulator that gives other spikes is listed with the reason, and has no row and no verdict of a speed."""
+    ours = spiking_torch.SIMULATORS[spiking_torch.OURS]
+    wrong = ours[0], lambda _weight: torch.ones_like
+    monkeypatch.setattr(spiking, "SIMULATORS", {spiking_torch.OURS: ours, "same": ours, "wrong": wrong})
+    monkeypatch.setattr(spiking, "run_child", lambda *_, **__: {"held_bytes": 1})
+    missing: dict[str, str] = {}
+    with torch.no_grad():
+        result, verdicts = spiking._layer(64, 5, 2, missing)
+    assert "other spikes" in missing["wrong"]
+    assert {row["who"] for row in result["rows"]} == {"q4-snn", "same"}
+    assert {item.against for item in verdicts if item.ratio is not None} == {"same"}
+    assert [item.word for item in verdicts if item.against == "wrong"] == ["not measured"]
 
 
 @pytest.mark.slow
