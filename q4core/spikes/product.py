@@ -86,13 +86,13 @@ class SpikeProduct:
             return torch.empty((*x.shape[:-1], live.plan.out_features), device=live.device)
         flat = x.reshape(rows, width)
         ones = flat.to(torch.bool).contiguous()
-        count = int(ones.view(torch.uint8).sum())
+        count = int(ones.count_nonzero())
         if x.dtype is torch.float32 and not _is_binary(flat, count):
             wrong = (flat != 0) & (flat != 1)
             if bool(wrong.any()):
                 raise self._refusal("x", "0 and 1 alone", float(flat[wrong][0]))
         y = self._run(live, ones, count)
-        return y.reshape(*x.shape[:-1], live.plan.out_features)
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], live.plan.out_features)  # noqa: PLR2004  # rows already
 
     def events(self, columns: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Return the product with rows whose ones are told by their columns.

@@ -190,6 +190,17 @@ def test_refused_inputs(change: Callable[[Any], Any], what: str) -> None:
     assert caught.value.what == what
 
 
+def test_an_input_of_other_numbers_than_spikes() -> None:
+    """With ``spikes=True`` anything but 0 and 1 is an error that names the population, whatever is recorded."""
+    pixels, out = Population("pixels", 16, spikes=True), population("out")
+    network = Network([pixels, out], [Projection(pixels, out)])
+    x = spikes()
+    x[7, 1, 2] = 0.5
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(InputError, match=r"'pixels': input must be 0 and 1.*0\.5"):
+            network(x)
+
+
 def test_a_population_that_changes_size() -> None:
     """State of a population of another size is an error, and so are synapses that give another size."""
     _, state = recurrent(hidden=21)(spikes())

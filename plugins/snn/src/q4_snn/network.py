@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from q4_snn.neurons import Neuron
 
 __all__ = ["Network", "NetworkState", "NonFiniteStateError", "Population", "Projection", "Synapses"]
-
-
-_Products = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 
 
 class NonFiniteStateError(Q4Error, ArithmeticError, code="non_finite_state"):
@@ -59,9 +56,8 @@ class Population(nn.Module):
 
     def forward(self, x: torch.Tensor, state: tuple[torch.Tensor, ...] = ()) -> tuple[torch.Tensor, ...]:
         """Return what the neurons give, then their state, from their input [..., size] and the state before."""
-        if self.neuron is None:
-            return (x,)
-        found: tuple[torch.Tensor, ...] = self.neuron(x, *state)
+        neuron = self.neuron
+        found: tuple[torch.Tensor, ...] = (x,) if neuron is None else neuron(x, *state)
         return found
 
 
@@ -86,6 +82,9 @@ class Synapses(Protocol):
 
     def __call__(self, spikes: torch.Tensor) -> torch.Tensor:
         """Return the input of the target [..., target_size] from the source's spikes [..., source_size]."""
+
+
+_Stages = list[tuple[Population, list[tuple[Synapses, Callable[[torch.Tensor], torch.Tensor]]]]]
 
 
 class Projection(nn.Module):
@@ -176,15 +175,18 @@ def packed_layer(synapses: nn.Module) -> Q4Linear | None:
 
 
 def event_product(synapses: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the product of packed synapses with zeros and ones, at the cost of the ones; others as they are."""
+    """Return the product of packed synapses with zeros and ones, at the cost of the ones; others as they are.
+
+    What it is given must be known to be of zeros and ones: what is not 0 counts as 1.
+    """
     layer = packed_layer(synapses)
     if layer is None or layer.dtype is not torch.float32:
         return synapses
     product, width = SpikeProduct(layer), layer.in_features
 
     def run(spikes: torch.Tensor) -> torch.Tensor:
-        missing = width - spikes.shape[-1]
-        return product(nn.functional.pad(spikes, (0, missing)) if missing else spikes)
+        missing, ones = width - spikes.shape[-1], spikes.to(torch.bool)
+        return product(nn.functional.pad(ones, (0, missing)) if missing else ones)
 
     return run
 
@@ -325,30 +327,43 @@ class Network(nn.Module):
         Raises:
             InputError: An input lacks, or input or state is of another size.
         """
-        return self._step(inputs, state, {})
+        self._check(inputs, state)
+        return self._step(inputs, state, self._stages(lambda item: item))
+
+    def _stages(self, product: Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]) -> _Stages:
+        """Return the populations with neurons, by the order of a step, each with its projections and their products."""
+        parts = [self.population(name) for name in self.order]
+        return [
+            (part, [(item, product(item)) for item in self._into[part.name]])
+            for part in parts
+            if part.neuron is not None
+        ]
 
     def _step(
-        self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None, products: _Products
+        self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None, stages: _Stages
     ) -> tuple[dict[str, torch.Tensor], NetworkState]:
-        example = self._check(inputs, state)
-        given: dict[str, torch.Tensor] = {}
+        given = dict(inputs)
+        example = next(iter(given.values()))
         neurons: dict[str, tuple[torch.Tensor, ...]] = {}
-        for name in self.order:
-            population = self.population(name)
-            if population.neuron is None:
-                given[name] = inputs[name]
-                continue
-            before = () if state is None else state.neurons[name]
-            given[name], *after = population(self._current(name, given, state, example, products), before)
-            neurons[name] = tuple(after)
+        for population, into in stages:
+            name, shape, total = population.name, (len(example), population.size), None
+            for item, product in into:
+                current = product(_arriving(item, given, state, example))
+                if current.shape != shape:
+                    rule = f"a result of shape {[*shape]}"
+                    raise InputError(f"projection {item.name!r}", name="it", rule=rule, value=list(current.shape))
+                total = current if total is None else total + current
+            total = example.new_zeros(shape) if total is None else total
+            given[name], *after = population(total, () if state is None else state.neurons[name])
+            neurons[name] = (*after,)
         history = {}
         for name, depth in self._depth.items():
             past = () if state is None else state.history[name]
             history[name] = (given[name], *past)[:depth]
         return given, NetworkState(neurons, history)
 
-    def _check(self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None) -> torch.Tensor:
-        """Check sizes, and return one of the inputs."""
+    def _check(self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None) -> None:
+        """Check the sizes of a step's inputs and of the state before it."""
         for name in self.inputs:
             size = self.population(name).size
             x = inputs.get(name)
@@ -363,31 +378,6 @@ class Network(nn.Module):
                     if tensor.shape != wanted:
                         rule = f"of shape {None if wanted is None else list(wanted)}"
                         raise InputError(f"population {name!r}", name=kind, rule=rule, value=list(tensor.shape))
-        return example
-
-    def _current(
-        self,
-        name: str,
-        given: Mapping[str, torch.Tensor],
-        state: NetworkState | None,
-        example: torch.Tensor,
-        products: _Products,
-    ) -> torch.Tensor:
-        """Return a population's input in this step."""
-        size, total = self.population(name).size, None
-        for item in self._into[name]:
-            if not item.delay:
-                spikes = given[item.source]
-            elif state is not None and len(state.history[item.source]) >= item.delay:
-                spikes = state.history[item.source][item.delay - 1]
-            else:  # none has arrived yet
-                spikes = example.new_zeros(len(example), item.source_size)
-            current = products.get(item.name, item)(spikes)
-            if current.shape != (len(example), size):
-                rule = f"a result of shape [{len(example)}, {size}]"
-                raise InputError(f"projection {item.name!r}", name="it", rule=rule, value=list(current.shape))
-            total = current if total is None else total + current
-        return example.new_zeros(len(example), size) if total is None else total
 
     def forward(
         self,
@@ -412,9 +402,10 @@ class Network(nn.Module):
         """
         sequences, places = self.check_run(x, record)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
-        products = {item.name: item.for_run() for item in self.projections.values() if isinstance(item, Projection)}
-        for step in range(len(next(iter(sequences.values())))):
-            given, state = self._step({name: value[step] for name, value in sequences.items()}, state, products)
+        stages = self._stages(lambda item: item.for_run() if isinstance(item, Projection) else item)
+        self._check({name: value[0] for name, value in sequences.items()}, state)
+        for step in zip(*(value.unbind() for value in sequences.values()), strict=True):
+            given, state = self._step(dict(zip(sequences, step, strict=True)), state, stages)
             for name, (population, index) in places.items():
                 found[name].append(given[population] if index is None else state.neurons[population][index])
         assert state is not None  # noqa: S101  # at least one step was taken
@@ -438,6 +429,10 @@ class Network(nn.Module):
             shapes = {name: list(item.shape) for name, item in sequences.items()}
             rule = "tensors [T, B, n] of one T, at least 1, and one B"
             raise InputError("network", name="x", rule=rule, value=shapes)
+        for name, x_of in sequences.items():
+            if self.population(name).is_binary and not torch.equal(x_of, x_of.to(torch.bool).to(x_of.dtype)):
+                wrong, rule = x_of[(x_of != 0) & (x_of != 1)][0], "0 and 1 alone, as spikes=True says"
+                raise InputError(f"population {name!r}", name="input", rule=rule, value=float(wrong))
         return dict(sequences), {name: self._place(name) for name in (self.outputs if record is None else record)}
 
     def _place(self, name: str) -> tuple[str, int | None]:
@@ -455,6 +450,17 @@ class Network(nn.Module):
             neuron = self.population(name).neuron
             if neuron is not None:
                 check_finite(name, neuron, state.neurons[name])
+
+
+def _arriving(
+    item: Synapses, given: Mapping[str, torch.Tensor], state: NetworkState | None, example: torch.Tensor
+) -> torch.Tensor:
+    """Return the spikes that reach a projection in this step."""
+    if not item.delay:
+        return given[item.source]
+    if state is not None and len(past := state.history[item.source]) >= item.delay:
+        return past[item.delay - 1]
+    return example.new_zeros(len(example), item.source_size)  # none has arrived yet
 
 
 def check_finite(population: str, neuron: Neuron, state: Iterable[torch.Tensor]) -> None:
