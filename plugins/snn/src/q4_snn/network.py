@@ -71,7 +71,11 @@ def _check_name(what: str, name: str, without: str) -> None:
 
 
 class Synapses(Protocol):
-    """What a network asks of a projection; every ``nn.Module`` that has it may be one."""
+    """What a network asks of a projection; every ``nn.Module`` that has it may be one.
+
+    One with ``coming(batch)`` gets what that returned, which it may write, and the number of the step, beside spikes:
+    it keeps what is on its way there, as ``SparseProjection`` does.
+    """
 
     name: str
     source: str
@@ -80,11 +84,11 @@ class Synapses(Protocol):
     target_size: int
     delay: int
 
-    def __call__(self, spikes: torch.Tensor) -> torch.Tensor:
+    def __call__(self, spikes: torch.Tensor, *on_its_way: Any) -> torch.Tensor:
         """Return the input of the target [..., target_size] from the source's spikes [..., source_size]."""
 
 
-_Stages = list[tuple[Population, list[tuple[Synapses, Callable[[torch.Tensor], torch.Tensor]]]]]
+_Stages = list[tuple[Population, list[tuple[Synapses, Callable[..., torch.Tensor]]]]]
 
 
 class Projection(nn.Module):
@@ -199,10 +203,14 @@ class NetworkState:
         neurons: Population's name → its state tensors [B, n], by the order of ``neuron.states``.
         history: Name of a population with delayed projections → what it gave, the last step first, as far back as its
             longest delay needs.
+        coming: Name of a projection with delays of its own → what is on its way, as its ``coming`` says.
+        clock: How many steps were taken.
     """
 
     neurons: Mapping[str, tuple[torch.Tensor, ...]]
     history: Mapping[str, tuple[torch.Tensor, ...]]
+    coming: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    clock: int = 0
 
 
 class Network(nn.Module):
@@ -327,10 +335,11 @@ class Network(nn.Module):
         Raises:
             InputError: An input lacks, or input or state is of another size.
         """
-        self._check(inputs, state)
+        state = self._begin(inputs, state)
+        self._check_spikes({name: inputs[name] for name in self.inputs})
         return self._step(inputs, state, self._stages(lambda item: item))
 
-    def _stages(self, product: Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]) -> _Stages:
+    def _stages(self, product: Callable[[Any], Callable[..., torch.Tensor]]) -> _Stages:
         """Return the populations with neurons, by the order of a step, each with its projections and their products."""
         parts = [self.population(name) for name in self.order]
         return [
@@ -340,44 +349,56 @@ class Network(nn.Module):
         ]
 
     def _step(
-        self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None, stages: _Stages
+        self, inputs: Mapping[str, torch.Tensor], state: NetworkState, stages: _Stages
     ) -> tuple[dict[str, torch.Tensor], NetworkState]:
+        """Advance by one step; what is on its way is written."""
         given = dict(inputs)
         example = next(iter(given.values()))
         neurons: dict[str, tuple[torch.Tensor, ...]] = {}
         for population, into in stages:
             name, shape, total = population.name, (len(example), population.size), None
             for item, product in into:
-                current = product(_arriving(item, given, state, example))
+                spikes, ring = _arriving(item, given, state, example), state.coming.get(item.name)
+                current = product(spikes) if ring is None else product(spikes, ring, state.clock)
                 if current.shape != shape:
                     rule = f"a result of shape {[*shape]}"
                     raise InputError(f"projection {item.name!r}", name="it", rule=rule, value=list(current.shape))
                 total = current if total is None else total + current
             total = example.new_zeros(shape) if total is None else total
-            given[name], *after = population(total, () if state is None else state.neurons[name])
+            given[name], *after = population(total, state.neurons.get(name, ()))
             neurons[name] = (*after,)
-        history = {}
-        for name, depth in self._depth.items():
-            past = () if state is None else state.history[name]
-            history[name] = (given[name], *past)[:depth]
-        return given, NetworkState(neurons, history)
+        history = {name: (given[name], *state.history.get(name, ()))[:depth] for name, depth in self._depth.items()}
+        return given, NetworkState(neurons, history, state.coming, state.clock + 1)
 
-    def _check(self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None) -> None:
-        """Check the sizes of a step's inputs and of the state before it."""
+    def _begin(self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None) -> NetworkState:
+        """Check a step's inputs and the state before it; return that state, with a copy of what is on its way."""
         for name in self.inputs:
             size = self.population(name).size
             x = inputs.get(name)
             if x is None or x.dim() != 2 or x.shape[1] != size:  # noqa: PLR2004  # [B, n]
                 value = None if x is None else list(x.shape)
                 raise InputError(f"population {name!r}", name="input", rule=f"of shape [B, {size}]", value=value)
-        example = inputs[self.inputs[0]]
-        for kind, parts in (("state", state.neurons), ("history", state.history)) if state is not None else ():
-            for name, tensors in parts.items():
-                wanted = (len(example), self.population(name).size) if name in self.populations else None
-                for tensor in tensors:
-                    if tensor.shape != wanted:
-                        rule = f"of shape {None if wanted is None else list(wanted)}"
-                        raise InputError(f"population {name!r}", name=kind, rule=rule, value=list(tensor.shape))
+        batch = len(inputs[self.inputs[0]])
+        parts: Any = self.projections
+        rings: dict[str, torch.Tensor] = {
+            name: item.coming(batch) for name, item in parts.items() if hasattr(item, "coming")
+        }
+        if state is None:
+            return NetworkState({}, {}, rings)
+        with_neurons = {name for name in self.order if self.population(name).neuron is not None}
+        for kind, held, names in (("state", state.neurons, with_neurons), ("history", state.history, {*self._depth})):
+            for name in sorted({*held} | names):
+                wanted = [batch, self.population(name).size] if name in names else None
+                for shape in [list(tensor.shape) for tensor in held.get(name, ())] or [[]]:
+                    if shape != wanted:
+                        rule = f"of shape {wanted}"
+                        raise InputError(f"population {name!r}", name=kind, rule=rule, value=shape)
+        for name, ring in rings.items():
+            found = state.coming.get(name)
+            if found is None or found.shape != ring.shape:
+                value = None if found is None else list(found.shape)
+                raise InputError(f"projection {name!r}", name="state", rule=f"of shape {[*ring.shape]}", value=value)
+        return attrs.evolve(state, coming={name: state.coming[name].clone() for name in rings})
 
     def forward(
         self,
@@ -403,12 +424,11 @@ class Network(nn.Module):
         sequences, places = self.check_run(x, record)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
         stages = self._stages(lambda item: item.for_run() if isinstance(item, Projection) else item)
-        self._check({name: value[0] for name, value in sequences.items()}, state)
+        state = self._begin({name: value[0] for name, value in sequences.items()}, state)
         for step in zip(*(value.unbind() for value in sequences.values()), strict=True):
             given, state = self._step(dict(zip(sequences, step, strict=True)), state, stages)
             for name, (population, index) in places.items():
                 found[name].append(given[population] if index is None else state.neurons[population][index])
-        assert state is not None  # noqa: S101  # at least one step was taken
         self._check_finite(state)
         return {name: torch.stack(steps) for name, steps in found.items()}, state
 
@@ -429,11 +449,14 @@ class Network(nn.Module):
             shapes = {name: list(item.shape) for name, item in sequences.items()}
             rule = "tensors [T, B, n] of one T, at least 1, and one B"
             raise InputError("network", name="x", rule=rule, value=shapes)
-        for name, x_of in sequences.items():
-            if self.population(name).is_binary and not torch.equal(x_of, x_of.to(torch.bool).to(x_of.dtype)):
-                wrong, rule = x_of[(x_of != 0) & (x_of != 1)][0], "0 and 1 alone, as spikes=True says"
-                raise InputError(f"population {name!r}", name="input", rule=rule, value=float(wrong))
+        self._check_spikes(sequences)
         return dict(sequences), {name: self._place(name) for name in (self.outputs if record is None else record)}
+
+    def _check_spikes(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        for name, x in inputs.items():
+            if self.population(name).is_binary and not torch.equal(x, x.to(torch.bool).to(x.dtype)):
+                wrong, rule = x[(x != 0) & (x != 1)][0], "0 and 1 alone, as spikes=True says"
+                raise InputError(f"population {name!r}", name="input", rule=rule, value=float(wrong))
 
     def _place(self, name: str) -> tuple[str, int | None]:
         """Return which population a name of ``record`` means, and which of its states."""
@@ -453,12 +476,12 @@ class Network(nn.Module):
 
 
 def _arriving(
-    item: Synapses, given: Mapping[str, torch.Tensor], state: NetworkState | None, example: torch.Tensor
+    item: Synapses, given: Mapping[str, torch.Tensor], state: NetworkState, example: torch.Tensor
 ) -> torch.Tensor:
     """Return the spikes that reach a projection in this step."""
     if not item.delay:
         return given[item.source]
-    if state is not None and len(past := state.history[item.source]) >= item.delay:
+    if len(past := state.history.get(item.source, ())) >= item.delay:
         return past[item.delay - 1]
     return example.new_zeros(len(example), item.source_size)  # none has arrived yet
 
