@@ -88,6 +88,8 @@ class Synapses(Protocol):
         """Return the input of the target [..., target_size] from the source's spikes [..., source_size]."""
 
 
+_ROWS_AHEAD = 64
+"""Rows of spikes that go in one product, where they are known: their results, of some steps, stay in a cache."""
 _Stages = list[tuple[Population, list[tuple[Synapses, Callable[..., torch.Tensor]]]]]
 
 
@@ -184,15 +186,25 @@ def event_product(synapses: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]
     What it is given must be known to be of zeros and ones: what is not 0 counts as 1.
     """
     layer = packed_layer(synapses)
-    if layer is None or layer.dtype is not torch.float32:
-        return synapses
-    product, width = SpikeProduct(layer), layer.in_features
+    return synapses if layer is None or layer.dtype is not torch.float32 else _EventProduct(layer)
 
-    def run(spikes: torch.Tensor) -> torch.Tensor:
-        missing, ones = width - spikes.shape[-1], spikes.to(torch.bool)
-        return product(nn.functional.pad(ones, (0, missing)) if missing else ones)
 
-    return run
+class _EventProduct:
+    def __init__(self, layer: Q4Linear) -> None:
+        self._product, self._width = SpikeProduct(layer), layer.in_features
+
+    def _ones(self, spikes: torch.Tensor) -> torch.Tensor:
+        missing, ones = self._width - spikes.shape[-1], spikes.to(torch.bool)
+        return nn.functional.pad(ones, (0, missing)) if missing else ones
+
+    def __call__(self, spikes: torch.Tensor) -> torch.Tensor:
+        return self._product(self._ones(spikes))
+
+    def ahead(self, spikes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what is called for each step of spikes [T, B, n]: few rows go some steps at a time, to equal bits."""
+        parts = spikes.split(max(1, _ROWS_AHEAD // max(1, spikes.shape[1])))
+        results = (current for part in parts for current in self._product.steps(self._ones(part)))
+        return lambda _: next(results)
 
 
 @attrs.frozen(eq=False)
@@ -423,7 +435,7 @@ class Network(nn.Module):
         """
         sequences, places = self.check_run(x, record)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
-        stages = self._stages(lambda item: item.for_run() if isinstance(item, Projection) else item)
+        stages = self._stages(functools.partial(_for_run, sequences))
         state = self._begin({name: value[0] for name, value in sequences.items()}, state)
         for step in zip(*(value.unbind() for value in sequences.values()), strict=True):
             given, state = self._step(dict(zip(sequences, step, strict=True)), state, stages)
@@ -473,6 +485,14 @@ class Network(nn.Module):
             neuron = self.population(name).neuron
             if neuron is not None:
                 check_finite(name, neuron, state.neurons[name])
+
+
+def _for_run(sequences: Mapping[str, torch.Tensor], item: Synapses) -> Callable[..., torch.Tensor]:
+    """Return a projection's product for a run; where an input is known to its end, some steps ahead."""
+    product = item.for_run() if isinstance(item, Projection) else item
+    if isinstance(product, _EventProduct) and item.source in sequences and not item.delay:
+        return product.ahead(sequences[item.source])
+    return product
 
 
 def _arriving(
