@@ -113,7 +113,7 @@ class Fragile(LIF):
 def small(neuron: LIF) -> Network:
     """Return two populations, of which the second needs the first in the same step."""
     torch.manual_seed(0)
-    pixels, a, out = Population("pixels", 8, spikes=True), Population("a", 64, neuron), Population("out", 5, LI(1e-3))
+    pixels, a, out = Population("pixels", 8), Population("a", 64, neuron), Population("out", 5, LI(1e-3))
     return Network([pixels, a, out], [Projection(pixels, a, format="nf4"), Projection(a, out)])
 
 
