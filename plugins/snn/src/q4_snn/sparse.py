@@ -155,13 +155,14 @@ class SparseProjection(nn.Module):
         least, most = map(int, torch.aminmax(spiking))
         if least < 0 or most >= self.source_size:
             raise self._refusal("spiking", f"in 0 … {self.source_size - 1}", least if least < 0 else most)
-        self._send(self.ring, self.now, torch.zeros_like(spiking), spiking)
+        self._send(self.ring, self.now, spiking)
 
-    def _send(self, ring: torch.Tensor, now: int, sample: torch.Tensor, spiking: torch.Tensor) -> None:
-        """Add what spikes [S] of samples [S] give to a ring [steps, B, targets]; ``now`` is the step that is."""
+    def _send(self, ring: torch.Tensor, now: int, spiking: torch.Tensor, sample: torch.Tensor | None = None) -> None:
+        """Add what spikes [S], of samples [S], give to a ring [steps, B · targets]; ``now`` is the step that is."""
         target, weight, delay = self.synapses_of(spiking)
-        sample = sample.repeat_interleave(self.starts.diff()[spiking])
-        place = ((delay + now) % len(ring) * (ring[0].numel() // self.target_size) + sample) * self.target_size + target
+        place = (delay + now) % len(ring) * ring.shape[1] + target
+        if sample is not None:
+            place += (sample * self.target_size).repeat_interleave(self.starts[spiking + 1] - self.starts[spiking])
         ring.view(-1).index_add_(0, place, weight)
         self.events += len(target)
 
@@ -191,7 +192,8 @@ class SparseProjection(nn.Module):
             )
             value = f"{[*spikes.shape]}{', with gradients' * spikes.requires_grad}"
             raise self._refusal("spikes", f"{rule}; torch.no_grad() runs them", value)
-        self._send(coming, step - 1, *spikes.nonzero(as_tuple=True))
+        sample, spiking = spikes.nonzero(as_tuple=True)
+        self._send(coming.view(len(coming), -1), step - 1, spiking, sample)
         return _take(coming, step % len(coming))
 
     def reset(self) -> None:
