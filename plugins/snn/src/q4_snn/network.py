@@ -348,17 +348,14 @@ class Network(nn.Module):
             InputError: An input lacks, or input or state is of another size.
         """
         state = self._begin(inputs, state)
-        self._check_spikes({name: inputs[name] for name in self.inputs})
+        inputs = {name: inputs[name] for name in self.inputs}
+        self._check_spikes(inputs)
         return self._step(inputs, state, self._stages(lambda item: item))
 
     def _stages(self, product: Callable[[Any], Callable[..., torch.Tensor]]) -> _Stages:
         """Return the populations with neurons, by the order of a step, each with its projections and their products."""
-        parts = [self.population(name) for name in self.order]
-        return [
-            (part, [(item, product(item)) for item in self._into[part.name]])
-            for part in parts
-            if part.neuron is not None
-        ]
+        parts = [self.population(name) for name in self.order if name not in self.inputs]
+        return [(part, [(item, product(item)) for item in self._into[part.name]]) for part in parts]
 
     def _step(
         self, inputs: Mapping[str, torch.Tensor], state: NetworkState, stages: _Stages
@@ -397,7 +394,7 @@ class Network(nn.Module):
         }
         if state is None:
             return NetworkState({}, {}, rings)
-        with_neurons = {name for name in self.order if self.population(name).neuron is not None}
+        with_neurons = {*self.order} - {*self.inputs}
         for kind, held, names in (("state", state.neurons, with_neurons), ("history", state.history, {*self._depth})):
             for name in sorted({*held} | names):
                 wanted = [batch, self.population(name).size] if name in names else None
@@ -466,9 +463,9 @@ class Network(nn.Module):
 
     def _check_spikes(self, inputs: Mapping[str, torch.Tensor]) -> None:
         for name, x in inputs.items():
-            if self.population(name).is_binary and not torch.equal(x, x.to(torch.bool).to(x.dtype)):
-                wrong, rule = x[(x != 0) & (x != 1)][0], "0 and 1 alone, as spikes=True says"
-                raise InputError(f"population {name!r}", name="input", rule=rule, value=float(wrong))
+            if self.population(name).is_binary and bool((wrong := (x != 0) & (x != 1)).any()):
+                rule = "0 and 1 alone, as spikes=True says"
+                raise InputError(f"population {name!r}", name="input", rule=rule, value=x[wrong][0].item())
 
     def _place(self, name: str) -> tuple[str, int | None]:
         """Return which population a name of ``record`` means, and which of its states."""
