@@ -73,6 +73,45 @@ class SpikeProduct:
             InputError: x has the wrong shape, dtype or device, requires gradients, or holds another number.
             LifecycleError: The layer is closed, or waits for its state.
         """
+        live, ones = self._checked(x)
+        if not len(ones):
+            return torch.empty((*x.shape[:-1], live.plan.out_features), device=live.device)
+        y = self._run(live, ones, int(ones.count_nonzero()))
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], live.plan.out_features)  # noqa: PLR2004  # rows already
+
+    def steps(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what a call for each ``x[t]`` gives, bit for bit, with all sparse ones in one run.
+
+        Args:
+            x: [T, M, K], as of a call.
+
+        Returns:
+            float32 [T, M, N].
+
+        Raises:
+            InputError: As of a call, or x has other than three dimensions.
+            LifecycleError: As of a call.
+        """
+        live, ones = self._checked(x)
+        if x.dim() != 3:  # noqa: PLR2004  # [T, M, K]
+            raise self._refusal("x", "of shape [T, M, K]", list(x.shape))
+        steps = ones.view(x.shape)
+        counts = steps.flatten(1).count_nonzero(1).tolist() if x.numel() else []
+        y = torch.empty((*x.shape[:-1], live.plan.out_features), device=live.device)
+        few = [step for step, count in enumerate(counts) if self._is_sparse(x.shape[1], count)]
+        if few:
+            every = len(few) == len(counts)
+            result = self._run_sparse(live, (steps if every else steps[few]).flatten(0, 1)).view(len(few), *y.shape[1:])
+            self.record.sparse += len(few)
+            if every:
+                return result
+            y[few] = result
+        for step in sorted({*range(len(counts))} - {*few}):
+            y[step] = self._run(live, steps[step], counts[step])
+        return y
+
+    def _checked(self, x: torch.Tensor) -> tuple[LiveLayer, torch.Tensor]:
+        """Return what the layer runs by, and x as bool rows [M, K], contiguous."""
         live, width = self._ready(), self.layer.in_features
         facts = isinstance(x, torch.Tensor) and (
             x.dim() > 0 and x.shape[-1] == width and x.dtype in {torch.bool, torch.float32} and x.device == live.device
@@ -81,18 +120,13 @@ class SpikeProduct:
             rule = f"bool or float32 of 0 and 1, [..., {width}] on {live.device}, without gradients"
             value = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
             raise self._refusal("x", rule, value)
-        rows = x.numel() // width
-        if rows == 0:
-            return torch.empty((*x.shape[:-1], live.plan.out_features), device=live.device)
-        flat = x.reshape(rows, width)
+        flat = x.reshape(x.numel() // width, width)
         ones = flat.to(torch.bool).contiguous()
-        count = int(ones.view(torch.uint8).sum())
-        if x.dtype is torch.float32 and not _is_binary(flat, count):
+        if x.dtype is torch.float32 and len(flat) and not _is_binary(flat, int(ones.count_nonzero())):
             wrong = (flat != 0) & (flat != 1)
             if bool(wrong.any()):
                 raise self._refusal("x", "0 and 1 alone", float(flat[wrong][0]))
-        y = self._run(live, ones, count)
-        return y.reshape(*x.shape[:-1], live.plan.out_features)
+        return live, ones
 
     def events(self, columns: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Return the product with rows whose ones are told by their columns.
@@ -131,20 +165,28 @@ class SpikeProduct:
 
     def _run(self, live: LiveLayer, ones: torch.Tensor, count: int) -> torch.Tensor:
         """Return the product with bool rows [M, K], contiguous, by the way that their number of ones asks for."""
-        rows, sparse = len(ones), self._sparse
-        if sparse is None or count > sparse.spike_limit(rows) * ones.numel():
-            self.record.dense += 1
-            with torch.no_grad():
-                y: torch.Tensor = self.layer(ones.to(torch.float32))
+        if self._is_sparse(len(ones), count):
+            y = self._run_sparse(live, ones)
+            self.record.sparse += 1
             return y
-        out = torch.empty((rows, live.plan.out_features), dtype=torch.float32, device=live.device)
+        self.record.dense += 1
+        with torch.no_grad():
+            dense: torch.Tensor = self.layer(ones.to(torch.float32))
+        return dense
+
+    def _is_sparse(self, rows: int, count: int) -> bool:
+        """Say whether so many ones in so many rows are rare enough for the sparse product."""
+        sparse, width = self._sparse, self.layer.in_features
+        return sparse is not None and count <= sparse.spike_limit(rows) * rows * width
+
+    def _run_sparse(self, live: LiveLayer, ones: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((len(ones), live.plan.out_features), dtype=torch.float32, device=live.device)
         bias = self.layer.bias
         try:
             with on_device(live.device):
-                sparse.spikes(live.prepared, ones, out, bias=None if bias is None else bias.detach().contiguous())
+                self._sparse.spikes(live.prepared, ones, out, bias=None if bias is None else bias.detach().contiguous())
         except PLUGIN_FAULTS as error:
             raise_broken_call(error, live.plan.backend, "spikes")
-        self.record.sparse += 1
         return out
 
     def _ready(self) -> LiveLayer:

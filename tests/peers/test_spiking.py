@@ -20,6 +20,7 @@ from q4_snn import (
     NirError,
     Population,
     Projection,
+    SparseProjection,
     from_nir,
     read_nir,
     spikegen,
@@ -265,6 +266,11 @@ def test_refused_graphs(nir: Any) -> None:
     with pytest.raises(NirError) as caught:
         to_nir(Network([a, b], [Projection(a, b)]))
     assert (caught.value.where, caught.value.value) == ("b", "ALIF")
+    b, one = Population("b", 3, LIF(1e-3)), torch.ones(1, dtype=torch.int64)
+    sparse = SparseProjection(one, one, torch.ones(1), one, sources=b, targets=b)
+    with pytest.raises(NirError, match="a Projection, as NIR has dense weights alone") as caught:
+        to_nir(Network([a, b], [Projection(a, b), sparse]))
+    assert (caught.value.where, caught.value.value) == ("b->b", "SparseProjection")
 
 
 def test_graphs_that_are_broken(nir: Any, tmp_path: Path) -> None:

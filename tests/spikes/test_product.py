@@ -67,6 +67,23 @@ def test_rare_spikes_run_sparsely_and_many_densely(bias: bool) -> None:
     assert report.to_dict()["spikes"][0]["sparse"] == 4
 
 
+def test_steps_are_calls_of_their_own() -> None:
+    """Each step runs sparsely or densely as a call of its own would, but the sparse ones in one run."""
+    layer = layer_of(Spikes())
+    x = torch.stack([spikes(2, K, rate=rate) for rate in (0.1, 0.9, 0.0, 0.1, 0.9)])
+    for given, runs in ((x, [6]), (x[::3], [4]), (x[1::3], [])):
+        backend: Any = layer._require_ready().plan.backend
+        product, before = SpikeProduct(layer), len(backend.rows)
+        counted = (product.record.sparse, product.record.dense)
+        torch.testing.assert_close(product.steps(given), layer(given.float()).detach())
+        assert backend.rows[before:] == runs
+        sparse, dense = sum(runs) // 2, len(given) - sum(runs) // 2
+        assert (product.record.sparse - counted[0], product.record.dense - counted[1]) == (sparse, dense)
+    assert SpikeProduct(layer).steps(x[:0].float()).shape == (0, 2, N)
+    with pytest.raises(q4.InputError, match=r"of shape \[T, M, K\]"):
+        SpikeProduct(layer).steps(x[0])
+
+
 def test_a_negative_zero_is_a_zero() -> None:
     """Both zeros stand for no spike."""
     layer = layer_of(Spikes())

@@ -34,6 +34,9 @@ def test_spikes_have_the_bits_of_the_exact_product(name: str, isa: str) -> None:
             with torch.no_grad():
                 assert torch.equal(product(x), layer(x.float()))
         assert (product.record.sparse, product.record.dense) == (4, 0)
+        x = torch.rand((5, 2, columns), generator=random) < torch.tensor([0.01, 0.15, 0.5, 0.0, 0.02])[:, None, None]
+        with torch.no_grad():
+            assert torch.equal(product.steps(x), torch.stack([product(step) for step in x]))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 131_072), (200, 4096)])

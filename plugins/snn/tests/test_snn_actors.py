@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from pretended_driver import GB10, accept_pretended, pretend
 import q4core as q4
 from q4_actors import ActorDeadError, ActorSystem, MutableMode
 from q4_nn import pack_
-from q4_snn import LI, LIF, CubaLIF, Network, Population, Projection, spikegen
+from q4_snn import LI, LIF, CubaLIF, Network, Population, Projection, SparseProjection, spikegen
 from q4_snn.actors import ActorNetwork
 from q4core import ConfigError, InputError
 
@@ -113,8 +113,35 @@ class Fragile(LIF):
 def small(neuron: LIF) -> Network:
     """Return two populations, of which the second needs the first in the same step."""
     torch.manual_seed(0)
-    pixels, a, out = Population("pixels", 8, spikes=True), Population("a", 64, neuron), Population("out", 5, LI(1e-3))
+    pixels, a, out = Population("pixels", 8), Population("a", 64, neuron), Population("out", 5, LI(1e-3))
     return Network([pixels, a, out], [Projection(pixels, a, format="nf4"), Projection(a, out)])
+
+
+@pytest.mark.parametrize("runtime", ["threads", "processes"])
+def test_sparse_synapses(runtime: Literal["threads", "processes"]) -> None:
+    """Actors give the network's bits with sparse and recurrent synapses, spikes on their way between calls included."""
+    random = torch.Generator().manual_seed(0)
+    pixels, a, out = (
+        Population("pixels", 8, spikes=True),
+        Population("a", 64, LIF(1e-3)),
+        Population("out", 5, LI(1e-3)),
+    )
+
+    def sparse(source: Population) -> SparseProjection:
+        origin, end = (torch.randint(size, (400,), generator=random) for size in (source.size, a.size))
+        steps = torch.randint(1, 5, (400,), generator=random)
+        return SparseProjection(origin, end, torch.rand(400, generator=random), steps, sources=source, targets=a)
+
+    network = Network([pixels, a, out], [sparse(pixels), sparse(a), Projection(a, out)])
+    x = (torch.rand(9, 2, 8, generator=random) < 0.3).float()
+    with ActorSystem(runtime) as system:
+        crew = ActorNetwork(network, system, batch=2, actors=2)
+        found = [crew(part, ("a", "a.mem", "out")) for part in (x[:4], x[4:])]
+    with torch.no_grad():
+        expected, _ = network(x, record=("a", "a.mem", "out"))
+    assert 0.02 < expected["a"].mean() < 0.98
+    for name, value in expected.items():
+        assert torch.equal(torch.cat([part[name] for part in found]), value)
 
 
 def test_a_step_that_failed_is_done_again() -> None:

@@ -119,6 +119,26 @@ def test_training_in_four_bits_and_packing() -> None:
     assert (packed["hidden"] != trained["hidden"]).float().mean() < 1e-3  # kernels add in another order
 
 
+@pytest.mark.parametrize("precision", ["exact", "int8"])
+def test_steps_ahead_have_the_bits_of_single_steps(precision: str) -> None:
+    """A packed network gives in one call what a call for each step gives, rare and frequent inputs in turns."""
+    torch.manual_seed(0)
+    pixels, hidden = Population("pixels", 70, spikes=True), Population("hidden", 20, LIF.from_beta(0.9))
+    network = Network([pixels, hidden], [Projection(pixels, hidden, format="nf4", bias=True)])
+    with torch.no_grad():
+        next(network.parameters()).mul_(3)
+    rates = torch.tensor([0.05, 0.9, 0.0, 0.2]).repeat(10)[:, None, None]
+    x = (torch.rand(40, 3, 70, generator=torch.Generator().manual_seed(1)) < rates).float()
+    with torch.no_grad(), q4.Session(q4.SessionConfig(device="cpu", activation_precision=precision)) as session:
+        pack_(network, session)
+        whole, _ = network(x, record=("hidden", "hidden.mem"))
+        state = None
+        for step in range(40):
+            found, state = network(x[step : step + 1], state, record=("hidden", "hidden.mem"))
+            assert all(torch.equal(value[0], whole[name][step]) for name, value in found.items())
+    assert whole["hidden"].sum() > 50
+
+
 def test_several_inputs_and_state_by_name() -> None:
     """Inputs go by name; a CubaLIF's current and membrane can both be recorded."""
     a, b, out = Population("a", 2), Population("b", 3), Population("out", 4, CubaLIF(1e-3, 1e-3))
@@ -188,6 +208,17 @@ def test_refused_inputs(change: Callable[[Any], Any], what: str) -> None:
     with pytest.raises(InputError) as caught:
         recurrent()(change(spikes()))
     assert caught.value.what == what
+
+
+def test_an_input_of_other_numbers_than_spikes() -> None:
+    """With ``spikes=True`` anything but 0 and 1 is an error that names the population, whatever is recorded."""
+    pixels, out = Population("pixels", 16, spikes=True), population("out")
+    network = Network([pixels, out], [Projection(pixels, out)])
+    x = spikes()
+    x[7, 1, 2] = 0.5
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(InputError, match=r"'pixels': input must be 0 and 1.*0\.5"):
+            network(x)
 
 
 def test_a_population_that_changes_size() -> None:

@@ -65,6 +65,23 @@ def test_lif(reset: Any, delayed: bool) -> None:
     torch.testing.assert_close(mem, last, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threshold", [0.3, 1.0])
+@pytest.mark.parametrize("inclusive", [False, True])
+def test_bits_without_gradients(dtype: torch.dtype, threshold: float, inclusive: bool) -> None:
+    """Spikes and membranes have the same bits whether or not gradients are recorded, at the threshold too."""
+    neuron = LIF.from_beta(0.5, threshold, threshold_inclusive=inclusive)
+    x = currents().to(dtype)
+    x[0, :, 0] = threshold
+    spikes, (mem,) = run(neuron, x)
+    with torch.no_grad():
+        again, (same,) = run(neuron, x)
+    assert spikes[0, :, 0].tolist() == [float(inclusive)] * 3
+    assert torch.equal(spikes, again)
+    assert torch.equal(mem, same)
+    assert again.dtype is dtype
+
+
 def test_cuba_lif() -> None:
     """The synaptic current decays and charges the membrane in the same step."""
     x = currents()

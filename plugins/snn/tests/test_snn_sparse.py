@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_snn import SparseProjection
+from q4_snn import LI, LIF, Network, Population, Projection, SparseProjection, spikegen
 
 SOURCES, TARGETS, SYNAPSES = 30, 50, 700
+CELLS = Population("cells", TARGETS, LIF.from_beta(0.9, 100.0))
 
 
 def draw(targets: int = TARGETS) -> dict[str, Any]:
@@ -126,3 +127,73 @@ def test_random_synapses_that_cannot_be_are_refused(count: int, delay: float, wh
         SparseProjection.fixed_total_number(
             [3], torch.tensor([[count]]), torch.ones(1, 1), torch.full((1, 1), delay), **options
         )
+
+
+def network() -> Network:
+    """Return inputs, cells that they reach by sparse synapses and that reach themselves, and a dense read-out."""
+    inputs, out = Population("inputs", SOURCES, spikes=True), Population("out", 4, LI(1e-3))
+    back = draw() | {"sources": CELLS, "targets": CELLS, "name": None}
+    back["source"] = back["source"] + 20
+    return Network(
+        [inputs, CELLS, out],
+        [
+            SparseProjection(**draw() | {"sources": inputs, "targets": CELLS, "name": None}),
+            SparseProjection(**back),
+            Projection(CELLS, out),
+        ],
+    )
+
+
+def test_a_network_with_sparse_synapses() -> None:
+    """Each sample's cells get what each projection delivers by itself, recurrent ones too, bit for bit."""
+    net = network()
+    x = spikegen.rate(torch.full((3, SOURCES), 0.1), 30, generator=torch.Generator().manual_seed(1))
+    assert net.order == ("inputs", "cells", "out")
+    with torch.no_grad():
+        found, state = net(x, record=("cells", "cells.mem"))
+        parts: Any = net.projections
+        first, back, lif = parts["inputs->cells"], parts["cells->cells"], CELLS.neuron
+        assert isinstance(lif, LIF)
+        for sample in range(3):
+            mem, fired = None, torch.zeros(TARGETS)
+            for projection in (first, back):
+                projection.reset()
+            for step in range(30):
+                current = first.advance() + back.advance()
+                fired, mem = lif(current, mem)
+                assert torch.equal(found["cells"][step, sample], fired)
+                assert torch.equal(found["cells.mem"][step, sample], mem)
+                first.deliver(x[step, sample].nonzero()[:, 0])
+                back.deliver(fired.nonzero()[:, 0])
+    assert 0.02 < found["cells"].mean() < 0.9
+    assert state.clock == 30
+
+
+def test_sparse_state_goes_on() -> None:
+    """Two calls, and single steps, give what one call gives; what is on its way is part of the state that stays."""
+    net = network()
+    x = spikegen.rate(torch.full((2, SOURCES), 0.1), 20, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        whole, _ = net(x, record=("cells", "out"))
+        first, state = net(x[:7], record=("cells", "out"))
+        for _ in range(2):  # the state that a call was given is not changed
+            second, _ = net(x[7:], state, record=("cells", "out"))
+            for name, value in whole.items():
+                assert torch.equal(torch.cat([first[name], second[name]]), value)
+        for step in range(7, 20):
+            given, state = net.step({"inputs": x[step]}, state)
+            assert torch.equal(given["cells"], whole["cells"][step])
+        with pytest.raises(q4.InputError, match=r"'inputs->cells': state must be of shape \[6, 2, 50\]"):
+            net(x, type(state)(state.neurons, state.history))
+
+
+def test_sparse_synapses_do_not_train() -> None:
+    """Gradients that would end at them are refused, as are sources that give other numbers than spikes."""
+    net = network()
+    x = torch.ones(3, 1, SOURCES)
+    with pytest.raises(q4.InputError, match=r"'inputs->cells': spikes .* don't train.*no_grad"):
+        net(x.requires_grad_())
+    with pytest.raises(q4.ConfigError, match="sources must be a population of spikes"):
+        SparseProjection(**draw() | {"sources": Population("plain", SOURCES), "targets": CELLS})
+    with pytest.raises(q4.InputError, match="'inputs': input must be 0 and 1 alone"), torch.no_grad():
+        net.step({"inputs": x[0] / 2})

@@ -9,13 +9,24 @@
 
 namespace q4 {
 
+// Rare spikes wait for lines that nothing else foretells, so lines are asked for tiles ahead, this many spikes before their turn:
+// 20 of 2,048 took 15 us instead of 36 from a cold cache. 1 tile ahead gained less, 128 spikes the same. Above one in 16 columns
+// the processor foretells them itself, and asking cost up to a quarter.
+constexpr int64_t kSpikesAhead = 64, kRare = 16;
+
 template <class V, int Second, bool Bytes> void spikes_direct(const Tile& t, const Spike* spikes, int64_t count, float* y) {
     constexpr int kParts = kTileRows / V::kLanes;
     using F = typename V::Floats;
     const typename V::Codebook book(t.matrix.codebook);
     F sum[kParts], partial[kParts];
     for (int part = 0; part < kParts; ++part) sum[part] = partial[part] = V::zero();
+    const bool is_rare = count * kRare < t.at.chunks * kChunk;
+    const uint8_t* ahead = t.data + std::max<int64_t>(1, kSpikesAhead / std::max<int64_t>(1, count)) * t.at.tile_bytes;
     for (const Spike* spike = spikes; spike < spikes + count; ++spike) {
+        if (is_rare) {
+            __builtin_prefetch(ahead + spike->head);
+            __builtin_prefetch(ahead + spike->codes);
+        }
         const Numbers<V, Second, kAnyType> of{t.matrix, t.at, t.data + spike->head};
         const F keep = V::splat(spike->keep), ends = V::splat(spike->ends);
 #pragma GCC unroll 4

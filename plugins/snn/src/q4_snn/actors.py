@@ -12,6 +12,7 @@ from torch import nn
 from q4_actors import Actor, MailboxFullError, SharedWeight
 from q4_nn import FilledLinear
 from q4_snn.network import Projection, check_finite, event_product, packed_layer
+from q4_snn.sparse import SparseProjection
 from q4core import ConfigError, InputError, Session, SessionConfig
 
 if TYPE_CHECKING:
@@ -51,11 +52,14 @@ class _Synapses:
 
 @attrs.frozen(eq=False)
 class _Part:
-    """A population as an actor has it; ``rows`` is how many state tensors lie before the ring of outputs."""
+    """A population as an actor has it; ``rows`` is how many tensors lie before the ring of outputs.
+
+    They are the neurons' state, then what is on its way in each sparse projection.
+    """
 
     neuron: Neuron
     rows: int
-    synapses: tuple[_Synapses, ...]
+    synapses: tuple[_Synapses | SparseProjection, ...]
 
 
 class _Worker(Actor):
@@ -73,7 +77,10 @@ class _Worker(Actor):
         side: str | None,
     ) -> None:
         self.parts, self.tensors, self.rows, self.side = parts, tensors, rows, side
-        self.products = {name: [item.product() for item in part.synapses] for name, part in parts.items()}
+        self.products = {
+            name: [item if isinstance(item, SparseProjection) else item.product() for item in part.synapses]
+            for name, part in parts.items()
+        }
 
     def on_receive(self, message: int) -> None:
         """Do a step, or what of it can be done now."""
@@ -87,17 +94,23 @@ class _Worker(Actor):
         own = self.tensors[name]
         with own.read(device=self.side) as seen:
             before = seen.tensor[: part.rows].clone()
-        current = torch.zeros(own.shape[1:], device=before.device)
+        states = len(part.neuron.states)
+        rings, current = before[states:], torch.zeros(own.shape[1:], device=before.device)
         for item, product in zip(part.synapses, self.products[name], strict=True):
             source = self.tensors[item.source]
             if not source.wait(max(0, step - item.delay), timeout=_LOOK_S):
                 return False
             with source.read(device=self.side) as seen:
-                current = current + product(_output(seen.tensor, self.rows[item.source], step - item.delay))
-        given, *after = part.neuron(current, *before)
+                spikes = _output(seen.tensor, self.rows[item.source], step - item.delay)
+                if isinstance(item, SparseProjection):
+                    current = current + item(spikes, rings[: len(item.ring)], step)
+                    rings = rings[len(item.ring) :]
+                else:
+                    current = current + product(spikes)
+        given, *after = part.neuron(current, *before[:states])
         check_finite(name, part.neuron, after)
         with own.write(wait=True, device=self.side) as state:
-            for row, value in enumerate(after):
+            for row, value in enumerate((*after, *before[states:])):
                 state[row] = value
             _output(state, part.rows, step).copy_(given)
         return True
@@ -117,7 +130,8 @@ class ActorNetwork:
     equal network goes on from there.
 
     Args:
-        network: Whose projections are all ``Projection``; it is not changed, and later changes of it don't count.
+        network: Whose projections are all ``Projection`` or ``SparseProjection``; it is not changed, and later changes
+            of it don't count.
         system: Runs the actors and holds the tensors, named as the populations.
         batch: B of what it will be given.
         actors: How many, at most one for each population with neurons.
@@ -146,6 +160,8 @@ class ActorNetwork:
             population = network.population(name)
             rest = torch.zeros(batch, population.size, device=home)
             states = () if population.neuron is None else population.neuron.rest(rest)
+            coming = [item.coming(batch) for item in network.into(name) if isinstance(item, SparseProjection)]
+            states += tuple(row for ring in coming for row in ring)
             self._rows[name] = len(states)
             ring = [rest] * (network.depth(name) + 1)
             self._tensors[name] = system.mutable(torch.stack([*states, *ring]), name=name, **options)
@@ -169,9 +185,12 @@ class ActorNetwork:
             for index in range(actors)
         ]
 
-    def _share(self, item: Any) -> _Synapses:
+    def _share(self, item: Any) -> _Synapses | SparseProjection:
+        if isinstance(item, SparseProjection):
+            return item
         if not isinstance(item, Projection):
-            raise ConfigError("ActorNetwork", name="projection", rule="a Projection", value=type(item).__name__)
+            rule = "a Projection or SparseProjection"
+            raise ConfigError("ActorNetwork", name="projection", rule=rule, value=type(item).__name__)
         packed = packed_layer(item.synapses)
         common = (item.source, item.delay, item.source_size, item.is_binary)
         if packed is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from q4_snn.neurons import Neuron
 
 __all__ = ["Network", "NetworkState", "NonFiniteStateError", "Population", "Projection", "Synapses"]
-
-
-_Products = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 
 
 class NonFiniteStateError(Q4Error, ArithmeticError, code="non_finite_state"):
@@ -59,9 +56,8 @@ class Population(nn.Module):
 
     def forward(self, x: torch.Tensor, state: tuple[torch.Tensor, ...] = ()) -> tuple[torch.Tensor, ...]:
         """Return what the neurons give, then their state, from their input [..., size] and the state before."""
-        if self.neuron is None:
-            return (x,)
-        found: tuple[torch.Tensor, ...] = self.neuron(x, *state)
+        neuron = self.neuron
+        found: tuple[torch.Tensor, ...] = (x,) if neuron is None else neuron(x, *state)
         return found
 
 
@@ -75,7 +71,11 @@ def _check_name(what: str, name: str, without: str) -> None:
 
 
 class Synapses(Protocol):
-    """What a network asks of a projection; every ``nn.Module`` that has it may be one."""
+    """What a network asks of a projection; every ``nn.Module`` that has it may be one.
+
+    One with ``coming(batch)`` gets what that returned, which it may write, and the number of the step, beside spikes:
+    it keeps what is on its way there, as ``SparseProjection`` does.
+    """
 
     name: str
     source: str
@@ -84,8 +84,13 @@ class Synapses(Protocol):
     target_size: int
     delay: int
 
-    def __call__(self, spikes: torch.Tensor) -> torch.Tensor:
+    def __call__(self, spikes: torch.Tensor, *on_its_way: Any) -> torch.Tensor:
         """Return the input of the target [..., target_size] from the source's spikes [..., source_size]."""
+
+
+_ROWS_AHEAD = 64
+"""Rows of spikes that go in one product, where they are known: their results, of some steps, stay in a cache."""
+_Stages = list[tuple[Population, list[tuple[Synapses, Callable[..., torch.Tensor]]]]]
 
 
 class Projection(nn.Module):
@@ -176,17 +181,30 @@ def packed_layer(synapses: nn.Module) -> Q4Linear | None:
 
 
 def event_product(synapses: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the product of packed synapses with zeros and ones, at the cost of the ones; others as they are."""
+    """Return the product of packed synapses with zeros and ones, at the cost of the ones; others as they are.
+
+    What it is given must be known to be of zeros and ones: what is not 0 counts as 1.
+    """
     layer = packed_layer(synapses)
-    if layer is None or layer.dtype is not torch.float32:
-        return synapses
-    product, width = SpikeProduct(layer), layer.in_features
+    return synapses if layer is None or layer.dtype is not torch.float32 else _EventProduct(layer)
 
-    def run(spikes: torch.Tensor) -> torch.Tensor:
-        missing = width - spikes.shape[-1]
-        return product(nn.functional.pad(spikes, (0, missing)) if missing else spikes)
 
-    return run
+class _EventProduct:
+    def __init__(self, layer: Q4Linear) -> None:
+        self._product, self._width = SpikeProduct(layer), layer.in_features
+
+    def _ones(self, spikes: torch.Tensor) -> torch.Tensor:
+        missing, ones = self._width - spikes.shape[-1], spikes.to(torch.bool)
+        return nn.functional.pad(ones, (0, missing)) if missing else ones
+
+    def __call__(self, spikes: torch.Tensor) -> torch.Tensor:
+        return self._product(self._ones(spikes))
+
+    def ahead(self, spikes: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what is called for each step of spikes [T, B, n]: few rows go some steps at a time, to equal bits."""
+        parts = spikes.split(max(1, _ROWS_AHEAD // max(1, spikes.shape[1])))
+        results = (current for part in parts for current in self._product.steps(self._ones(part)))
+        return lambda _: next(results)
 
 
 @attrs.frozen(eq=False)
@@ -197,10 +215,14 @@ class NetworkState:
         neurons: Population's name → its state tensors [B, n], by the order of ``neuron.states``.
         history: Name of a population with delayed projections → what it gave, the last step first, as far back as its
             longest delay needs.
+        coming: Name of a projection with delays of its own → what is on its way, as its ``coming`` says.
+        clock: How many steps were taken.
     """
 
     neurons: Mapping[str, tuple[torch.Tensor, ...]]
     history: Mapping[str, tuple[torch.Tensor, ...]]
+    coming: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    clock: int = 0
 
 
 class Network(nn.Module):
@@ -325,69 +347,67 @@ class Network(nn.Module):
         Raises:
             InputError: An input lacks, or input or state is of another size.
         """
-        return self._step(inputs, state, {})
+        state = self._begin(inputs, state)
+        inputs = {name: inputs[name] for name in self.inputs}
+        self._check_spikes(inputs)
+        return self._step(inputs, state, self._stages(lambda item: item))
+
+    def _stages(self, product: Callable[[Any], Callable[..., torch.Tensor]]) -> _Stages:
+        """Return the populations with neurons, by the order of a step, each with its projections and their products."""
+        parts = [self.population(name) for name in self.order if name not in self.inputs]
+        return [(part, [(item, product(item)) for item in self._into[part.name]]) for part in parts]
 
     def _step(
-        self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None, products: _Products
+        self, inputs: Mapping[str, torch.Tensor], state: NetworkState, stages: _Stages
     ) -> tuple[dict[str, torch.Tensor], NetworkState]:
-        example = self._check(inputs, state)
-        given: dict[str, torch.Tensor] = {}
+        """Advance by one step; what is on its way is written."""
+        given = dict(inputs)
+        example = next(iter(given.values()))
         neurons: dict[str, tuple[torch.Tensor, ...]] = {}
-        for name in self.order:
-            population = self.population(name)
-            if population.neuron is None:
-                given[name] = inputs[name]
-                continue
-            before = () if state is None else state.neurons[name]
-            given[name], *after = population(self._current(name, given, state, example, products), before)
-            neurons[name] = tuple(after)
-        history = {}
-        for name, depth in self._depth.items():
-            past = () if state is None else state.history[name]
-            history[name] = (given[name], *past)[:depth]
-        return given, NetworkState(neurons, history)
+        for population, into in stages:
+            name, shape, total = population.name, (len(example), population.size), None
+            for item, product in into:
+                spikes, ring = _arriving(item, given, state, example), state.coming.get(item.name)
+                current = product(spikes) if ring is None else product(spikes, ring, state.clock)
+                if current.shape != shape:
+                    rule = f"a result of shape {[*shape]}"
+                    raise InputError(f"projection {item.name!r}", name="it", rule=rule, value=list(current.shape))
+                total = current if total is None else total + current
+            total = example.new_zeros(shape) if total is None else total
+            given[name], *after = population(total, state.neurons.get(name, ()))
+            neurons[name] = (*after,)
+        history = {name: (given[name], *state.history.get(name, ()))[:depth] for name, depth in self._depth.items()}
+        return given, NetworkState(neurons, history, state.coming, state.clock + 1)
 
-    def _check(self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None) -> torch.Tensor:
-        """Check sizes, and return one of the inputs."""
+    def _begin(self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None) -> NetworkState:
+        """Check a step's inputs and the state before it; return that state, with a copy of what is on its way."""
         for name in self.inputs:
             size = self.population(name).size
             x = inputs.get(name)
             if x is None or x.dim() != 2 or x.shape[1] != size:  # noqa: PLR2004  # [B, n]
                 value = None if x is None else list(x.shape)
                 raise InputError(f"population {name!r}", name="input", rule=f"of shape [B, {size}]", value=value)
-        example = inputs[self.inputs[0]]
-        for kind, parts in (("state", state.neurons), ("history", state.history)) if state is not None else ():
-            for name, tensors in parts.items():
-                wanted = (len(example), self.population(name).size) if name in self.populations else None
-                for tensor in tensors:
-                    if tensor.shape != wanted:
-                        rule = f"of shape {None if wanted is None else list(wanted)}"
-                        raise InputError(f"population {name!r}", name=kind, rule=rule, value=list(tensor.shape))
-        return example
-
-    def _current(
-        self,
-        name: str,
-        given: Mapping[str, torch.Tensor],
-        state: NetworkState | None,
-        example: torch.Tensor,
-        products: _Products,
-    ) -> torch.Tensor:
-        """Return a population's input in this step."""
-        size, total = self.population(name).size, None
-        for item in self._into[name]:
-            if not item.delay:
-                spikes = given[item.source]
-            elif state is not None and len(state.history[item.source]) >= item.delay:
-                spikes = state.history[item.source][item.delay - 1]
-            else:  # none has arrived yet
-                spikes = example.new_zeros(len(example), item.source_size)
-            current = products.get(item.name, item)(spikes)
-            if current.shape != (len(example), size):
-                rule = f"a result of shape [{len(example)}, {size}]"
-                raise InputError(f"projection {item.name!r}", name="it", rule=rule, value=list(current.shape))
-            total = current if total is None else total + current
-        return example.new_zeros(len(example), size) if total is None else total
+        batch = len(inputs[self.inputs[0]])
+        parts: Any = self.projections
+        rings: dict[str, torch.Tensor] = {
+            name: item.coming(batch) for name, item in parts.items() if hasattr(item, "coming")
+        }
+        if state is None:
+            return NetworkState({}, {}, rings)
+        with_neurons = {*self.order} - {*self.inputs}
+        for kind, held, names in (("state", state.neurons, with_neurons), ("history", state.history, {*self._depth})):
+            for name in sorted({*held} | names):
+                wanted = [batch, self.population(name).size] if name in names else None
+                for shape in [list(tensor.shape) for tensor in held.get(name, ())] or [[]]:
+                    if shape != wanted:
+                        rule = f"of shape {wanted}"
+                        raise InputError(f"population {name!r}", name=kind, rule=rule, value=shape)
+        for name, ring in rings.items():
+            found = state.coming.get(name)
+            if found is None or found.shape != ring.shape:
+                value = None if found is None else list(found.shape)
+                raise InputError(f"projection {name!r}", name="state", rule=f"of shape {[*ring.shape]}", value=value)
+        return attrs.evolve(state, coming={name: state.coming[name].clone() for name in rings})
 
     def forward(
         self,
@@ -412,12 +432,12 @@ class Network(nn.Module):
         """
         sequences, places = self.check_run(x, record)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
-        products = {item.name: item.for_run() for item in self.projections.values() if isinstance(item, Projection)}
-        for step in range(len(next(iter(sequences.values())))):
-            given, state = self._step({name: value[step] for name, value in sequences.items()}, state, products)
+        stages = self._stages(functools.partial(_for_run, sequences))
+        state = self._begin({name: value[0] for name, value in sequences.items()}, state)
+        for step in zip(*(value.unbind() for value in sequences.values()), strict=True):
+            given, state = self._step(dict(zip(sequences, step, strict=True)), state, stages)
             for name, (population, index) in places.items():
                 found[name].append(given[population] if index is None else state.neurons[population][index])
-        assert state is not None  # noqa: S101  # at least one step was taken
         self._check_finite(state)
         return {name: torch.stack(steps) for name, steps in found.items()}, state
 
@@ -438,7 +458,14 @@ class Network(nn.Module):
             shapes = {name: list(item.shape) for name, item in sequences.items()}
             rule = "tensors [T, B, n] of one T, at least 1, and one B"
             raise InputError("network", name="x", rule=rule, value=shapes)
+        self._check_spikes(sequences)
         return dict(sequences), {name: self._place(name) for name in (self.outputs if record is None else record)}
+
+    def _check_spikes(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        for name, x in inputs.items():
+            if self.population(name).is_binary and bool((wrong := (x != 0) & (x != 1)).any()):
+                rule = "0 and 1 alone, as spikes=True says"
+                raise InputError(f"population {name!r}", name="input", rule=rule, value=x[wrong][0].item())
 
     def _place(self, name: str) -> tuple[str, int | None]:
         """Return which population a name of ``record`` means, and which of its states."""
@@ -455,6 +482,25 @@ class Network(nn.Module):
             neuron = self.population(name).neuron
             if neuron is not None:
                 check_finite(name, neuron, state.neurons[name])
+
+
+def _for_run(sequences: Mapping[str, torch.Tensor], item: Synapses) -> Callable[..., torch.Tensor]:
+    """Return a projection's product for a run; where an input is known to its end, some steps ahead."""
+    product = item.for_run() if isinstance(item, Projection) else item
+    if isinstance(product, _EventProduct) and item.source in sequences and not item.delay:
+        return product.ahead(sequences[item.source])
+    return product
+
+
+def _arriving(
+    item: Synapses, given: Mapping[str, torch.Tensor], state: NetworkState, example: torch.Tensor
+) -> torch.Tensor:
+    """Return the spikes that reach a projection in this step."""
+    if not item.delay:
+        return given[item.source]
+    if len(past := state.history.get(item.source, ())) >= item.delay:
+        return past[item.delay - 1]
+    return example.new_zeros(len(example), item.source_size)  # none has arrived yet
 
 
 def check_finite(population: str, neuron: Neuron, state: Iterable[torch.Tensor]) -> None:

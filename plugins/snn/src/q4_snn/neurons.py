@@ -8,7 +8,7 @@ Time is discrete. With i the input current, each call is one forward Euler step 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -103,13 +103,13 @@ class Neuron(nn.Module):
         """Return the state to step from: what is given, or rest."""
         if self._size is not None and (x.dim() == 0 or x.shape[-1] != self._size):
             raise InputError(self._what, name="x", rule=f"of shape [..., {self._size}]", value=list(x.shape))
-        if all(item is None for item in given):
+        if given[0] is None and all(item is None for item in given):
             return self.rest(x)
         for name, item in zip(self.states, given, strict=True):
             if item is None or item.shape != x.shape:
                 value = None if item is None else list(item.shape)
                 raise InputError(self._what, name=name, rule=f"of the shape of x, {list(x.shape)}", value=value)
-        return tuple(item for item in given if item is not None)
+        return cast("tuple[torch.Tensor, ...]", given)
 
     def extra_repr(self) -> str:
         """Return what torch prints."""
@@ -150,14 +150,14 @@ class Spiking(Neuron):
             before = mem.detach()
             fired = before >= threshold if self.threshold_inclusive else before > threshold
             if self.reset == "subtract":
-                mem = integrate(mem) - fired.to(mem) * self.v_threshold
+                mem = integrate(mem) - _times(self.v_threshold, fired.to(mem))
             else:
                 mem = integrate(torch.where(fired, self.v_reset, mem))
             return self.surrogate(mem - threshold, inclusive=self.threshold_inclusive), mem
         mem = integrate(mem)
         spikes = self.surrogate(mem - threshold, inclusive=self.threshold_inclusive)
         if self.reset == "subtract":
-            mem = mem - spikes.detach() * self.v_threshold
+            mem = mem - _times(self.v_threshold, spikes.detach())
         elif self.reset == "value":
             mem = torch.where(spikes.detach() > 0, self.v_reset, mem)
         return spikes, mem
@@ -172,9 +172,14 @@ def _gain(dt: float, tau: Parameter, r: Parameter | None) -> Parameter:
     return 1.0 if r is None else r * dt / tau
 
 
+def _times(factor: Parameter, x: torch.Tensor) -> torch.Tensor:
+    """Return the product; a factor of 1 costs nothing."""
+    return x if isinstance(factor, float) and factor == 1.0 else factor * x
+
+
 def _leaky(mem: torch.Tensor, current: torch.Tensor, beta: Parameter, gain: Parameter, leak: Parameter) -> torch.Tensor:
     """Return the membranes after one Euler step; ones and zeros cost nothing."""
-    mem = beta * mem + (current if isinstance(gain, float) and gain == 1.0 else gain * current)
+    mem = beta * mem + _times(gain, current)
     return mem if isinstance(leak, float) and leak == 0.0 else mem + (1 - beta) * leak
 
 

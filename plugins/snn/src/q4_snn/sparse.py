@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import q4core as q4
+from q4_snn.network import Population
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,9 @@ _MOST_DELAY = 255
 class SparseProjection(nn.Module):
     """Synapses between two populations, delivered by events to a ring of the input of coming steps.
 
+    Given the populations, it is a projection of a ``Network``, which keeps a ring for each sample in its state. Given
+    their sizes, it is used by itself: ``deliver`` and ``advance`` keep one ring here. It does not train.
+
     Weights become codes of Q4_1 (16 levels between the least and the largest of each 32 synapses of neighbouring
     sources), so that their mean and their spread stay what they were to a small part of a level.
 
@@ -35,20 +39,24 @@ class SparseProjection(nn.Module):
         target: int64 [S], the index of its target; several synapses may join the same two.
         weight: float32 [S].
         delay: int64 [S], in steps, from 1 to 255.
-        sources: How many sources there are.
-        targets: How many targets there are.
-        name: For messages.
+        sources: The source population, or how many sources there are.
+        targets: The target population, or how many targets there are.
+        name: ``source->target`` unless told, as of ``Projection``.
 
     Raises:
+        ConfigError: The source is a population of other numbers than spikes.
         InputError: A tensor has the wrong shape, dtype or a value out of range, or there is no synapse.
     """
 
+    delay = 1
+    """The least steps that a spike takes: what a network needs to know of the order of populations."""
+
     starts: torch.Tensor
-    target: torch.Tensor
+    index: torch.Tensor
     codes: torch.Tensor
     scale: torch.Tensor
     offset: torch.Tensor
-    delay: torch.Tensor
+    steps: torch.Tensor
     ring: torch.Tensor
 
     def __init__(  # noqa: PLR0913  # one argument per fact of a synapse, and two sizes
@@ -58,15 +66,20 @@ class SparseProjection(nn.Module):
         weight: torch.Tensor,
         delay: torch.Tensor,
         *,
-        sources: int,
-        targets: int,
-        name: str = "synapses",
+        sources: int | Population,
+        targets: int | Population,
+        name: str | None = None,
     ) -> None:
         super().__init__()
-        self.name, self.sources, self.targets = name, sources, targets
+        self.source, self.source_size = _end(sources, "source")
+        self.target, self.target_size = _end(targets, "target")
+        self.name = f"{self.source}->{self.target}" if name is None else name
+        if isinstance(sources, Population) and not sources.is_binary:
+            rule = "a population of spikes: of neurons that fire, or an input with spikes=True"
+            raise q4.ConfigError(f"projection {self.name!r}", name="sources", rule=rule, value=sources.name)
         for what, values, low, high in (
-            ("source", source, 0, sources - 1),
-            ("target", target, 0, targets - 1),
+            ("source", source, 0, self.source_size - 1),
+            ("target", target, 0, self.target_size - 1),
             ("delay", delay, 1, _MOST_DELAY),
         ):
             if values.dtype is not torch.int64 or values.shape != weight.shape[:1] or not len(values):
@@ -78,9 +91,9 @@ class SparseProjection(nn.Module):
                 raise self._refusal(what, f"in {low} … {high}", least if least < low else most)
         if weight.dtype is not torch.float32 or weight.dim() != 1 or not bool(weight.isfinite().all()):
             raise self._refusal("weight", "a float32 vector of finite numbers", f"{weight.dtype} {[*weight.shape]}")
-        order = (source * targets + target).argsort(stable=True)
-        starts = torch.zeros(sources + 1, dtype=torch.int64)
-        torch.cumsum(torch.bincount(source, minlength=sources), 0, out=starts[1:])
+        order = (source * self.target_size + target).argsort(stable=True)
+        starts = torch.zeros(self.source_size + 1, dtype=torch.int64)
+        torch.cumsum(torch.bincount(source, minlength=self.source_size), 0, out=starts[1:])
         sorted_ = weight[order]
         padded = torch.cat([sorted_, sorted_[-1:].expand(-len(order) % _BLOCK)])
         packed = q4.quantize(padded[None], "q4_1")
@@ -89,12 +102,12 @@ class SparseProjection(nn.Module):
             raise TypeError("a weight of Q4_1 has offsets")
         self.register_buffer("starts", starts)
         at = target[order]
-        self.register_buffer("target", at.to(torch.int16) if targets <= _SHORT else at.to(torch.int32))
+        self.register_buffer("index", at.to(torch.int16) if self.target_size <= _SHORT else at.to(torch.int32))
         self.register_buffer("codes", codes[:, 0] | codes[:, 1] << 4)
         self.register_buffer("scale", packed.scale.view(-1).clone())
         self.register_buffer("offset", packed.offset.view(-1).clone())
-        self.register_buffer("delay", delay[order].to(torch.uint8))
-        self.register_buffer("ring", torch.zeros(int(delay.max()) + 1, targets), persistent=False)
+        self.register_buffer("steps", delay[order].to(torch.uint8))
+        self.register_buffer("ring", torch.zeros(int(delay.max()) + 1, self.target_size), persistent=False)
         self.now = 0
         self.events = 0
         """Synapses that delivered since ``reset``."""
@@ -105,12 +118,12 @@ class SparseProjection(nn.Module):
     @property
     def synapses(self) -> int:
         """How many there are."""
-        return len(self.target)
+        return len(self.index)
 
     @property
     def bytes_per_synapse(self) -> float:
         """Bytes of all that is kept of the synapses, the ring of coming input apart, for each of them."""
-        kept = (self.starts, self.target, self.codes, self.scale, self.offset, self.delay)
+        kept = (self.starts, self.index, self.codes, self.scale, self.offset, self.steps)
         return sum(item.nbytes for item in kept) / self.synapses
 
     def synapses_of(self, spiking: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -123,8 +136,8 @@ class SparseProjection(nn.Module):
         code = self.codes[index >> 1] >> ((index & 1) * 4).to(torch.uint8) & 15
         block = index // _BLOCK
         weight = self.offset[block].float().addcmul_(self.scale[block].float(), code.float())
-        target = self.target[index].to(torch.int64)
-        return target & (_SHORT - 1) if self.target.dtype is torch.int16 else target, weight, self.delay[index].long()
+        target = self.index[index].to(torch.int64)
+        return target & (_SHORT - 1) if self.index.dtype is torch.int16 else target, weight, self.steps[index].long()
 
     def deliver(self, spiking: torch.Tensor) -> None:
         """Add the weights of the sources that spike now to the input of the steps at which they arrive.
@@ -140,19 +153,48 @@ class SparseProjection(nn.Module):
         if not len(spiking):
             return
         least, most = map(int, torch.aminmax(spiking))
-        if least < 0 or most >= self.sources:
-            raise self._refusal("spiking", f"in 0 … {self.sources - 1}", least if least < 0 else most)
+        if least < 0 or most >= self.source_size:
+            raise self._refusal("spiking", f"in 0 … {self.source_size - 1}", least if least < 0 else most)
+        self._send(self.ring, self.now, spiking)
+
+    def _send(self, ring: torch.Tensor, now: int, spiking: torch.Tensor, sample: torch.Tensor | None = None) -> None:
+        """Add what spikes [S], of samples [S], give to a ring [steps, B · targets]; ``now`` is the step that is."""
         target, weight, delay = self.synapses_of(spiking)
-        step = (delay + self.now) % len(self.ring)
-        self.ring.view(-1).index_add_(0, step * self.targets + target, weight)
+        place = (delay + now) % len(ring) * ring.shape[1] + target
+        if sample is not None:
+            place += (sample * self.target_size).repeat_interleave(self.starts[spiking + 1] - self.starts[spiking])
+        ring.view(-1).index_add_(0, place, weight)
         self.events += len(target)
 
     def advance(self) -> torch.Tensor:
         """Move on by one step, and return the input that arrives at it, float32 [targets]: delay 1 is the next step."""
         self.now = (self.now + 1) % len(self.ring)
-        arrived = self.ring[self.now].clone()
-        self.ring[self.now] = 0
-        return arrived
+        return _take(self.ring, self.now)
+
+    def coming(self, batch: int) -> torch.Tensor:
+        """Return a ring of no input [steps, batch, targets], for ``forward``."""
+        return self.ring.new_zeros(len(self.ring), batch, self.target_size)
+
+    def forward(self, spikes: torch.Tensor, coming: torch.Tensor, step: int) -> torch.Tensor:
+        """Return what arrives in a step [B, targets], and keep the rest in a ring, in place.
+
+        Args:
+            spikes: [B, sources], what the sources gave a step ago.
+            coming: [steps, B, targets], as ``coming`` returned it and steps before this one left it.
+            step: The number of this step.
+
+        Raises:
+            InputError: Spikes of another size, or gradients are to reach them.
+        """
+        if spikes.shape != (coming.shape[1], self.source_size) or (spikes.requires_grad and torch.is_grad_enabled()):
+            rule = (
+                f"of shape {[coming.shape[1], self.source_size]} and without gradients, as these synapses don't train"
+            )
+            value = f"{[*spikes.shape]}{', with gradients' * spikes.requires_grad}"
+            raise self._refusal("spikes", f"{rule}; torch.no_grad() runs them", value)
+        sample, spiking = spikes.nonzero(as_tuple=True)
+        self._send(coming.view(len(coming), -1), step - 1, spiking, sample)
+        return _take(coming, step % len(coming))
 
     def reset(self) -> None:
         """Forget what is on its way, and what was counted."""
@@ -161,7 +203,9 @@ class SparseProjection(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the facts that ``print(model)`` shows."""
-        return f"{self.sources} → {self.targets}, {self.synapses} synapses of {self.bytes_per_synapse:.2f} bytes"
+        return (
+            f"{self.source_size} → {self.target_size}, {self.synapses} synapses of {self.bytes_per_synapse:.2f} bytes"
+        )
 
     @classmethod
     def fixed_total_number(  # noqa: PLR0913  # one argument per fact of a distribution
@@ -174,6 +218,7 @@ class SparseProjection(nn.Module):
         weight_spread: float,
         delay_spread: float,
         generator: torch.Generator,
+        population: Population | None = None,
     ) -> SparseProjection:
         """Return populations joined by given numbers of random synapses, among all their neurons.
 
@@ -188,6 +233,7 @@ class SparseProjection(nn.Module):
             weight_spread: Standard deviation of weights, of their mean.
             delay_spread: Of delays, of theirs.
             generator: What is drawn comes from it.
+            population: What holds them all, for a ``Network``.
 
         Raises:
             InputError: There is no synapse, a count is negative, or a mean delay is below one step.
@@ -207,7 +253,20 @@ class SparseProjection(nn.Module):
             steps = _normal(count, delay_spread, 0.5 / float(delay[i, j]), generator) * delay[i, j]
             parts.append((source, target, strength, steps.round().clamp(1, _MOST_DELAY).long()))
         source, target, strength, steps = (torch.cat(items) for items in zip(*parts, strict=True))
-        return cls(source, target, strength, steps, sources=first[-1], targets=first[-1])
+        ends = first[-1] if population is None else population
+        return cls(source, target, strength, steps, sources=ends, targets=ends)
+
+
+def _end(population: int | Population, role: str) -> tuple[str, int]:
+    """Return the name and size of one end of the synapses."""
+    return (population.name, population.size) if isinstance(population, Population) else (role, population)
+
+
+def _take(ring: torch.Tensor, row: int) -> torch.Tensor:
+    """Return a row of a ring, and leave zeros there."""
+    arrived = ring[row].clone()
+    ring[row] = 0
+    return arrived
 
 
 def _normal(count: int, spread: float, least: float, generator: torch.Generator) -> torch.Tensor:

@@ -46,6 +46,8 @@ class Surrogate:
 
     def __call__(self, shift: torch.Tensor, *, inclusive: bool = False) -> torch.Tensor:
         """Return 1 where ``shift`` is above 0 (or is 0, where inclusive), else 0, of its dtype."""
+        if not torch.is_grad_enabled():  # a third of what autograd's function costs, and no bool is made
+            return (torch.ge if inclusive else torch.gt)(shift, 0, out=torch.empty_like(shift))
         spikes: torch.Tensor = _Step.apply(shift, self.slope, inclusive)  # type: ignore[no-untyped-call]  # torch's
         return spikes
 
