@@ -12,7 +12,6 @@ import os
 import pathlib
 import pickle
 import secrets
-import select
 import signal
 import threading
 import time
@@ -23,6 +22,7 @@ import torch
 
 import q4core as q4
 from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error
+from q4_actors.backoff import Watch
 from q4_actors.errors import ActorDeadError, ActorError, MessageError
 from q4_actors.mailbox import (
     ASK,
@@ -68,13 +68,12 @@ class _ReplyBox:
     def __init__(self, post: Post) -> None:
         self._post, self.name = post, f"r{secrets.token_hex(7)}"
         file = post.make_box(self.name, 16)
-        self._file, self._watch = file, select.poll()
-        self._watch.register(file, select.POLLIN)
+        self._file, self._watch = file, Watch(file)
         weakref.finalize(self, _remove_box, file, post.folder / self.name)
 
     def take(self, seconds: float) -> Frame | None:
         """Return the next answer, None if the time runs out."""
-        if not self._watch.poll(seconds * 1000):
+        if not self._watch.wait(seconds):
             return None
         return Frame.read(self._post.folder, os.read(self._file, FRAME))
 
@@ -220,15 +219,14 @@ def _work(folder: str, number: int, spec: Spec, options: Options, threads: int) 
         post.send_waiting("events", EVENT, dumps("an event", (event, level, fields)))
 
     box = os.open(post.folder / f"box{number}", os.O_RDWR | os.O_CLOEXEC)
-    watch = select.poll()
-    watch.register(box, select.POLLIN)
+    watch = Watch(box)
     with q4.using(spec.config):
         life = Life(spec, RestartLimit(options.window, page.times[: options.restarts]), report)
         try:
             life.start()
             while True:
                 if not page.current[0]:  # else its forerunner was killed while it handled that
-                    if page.state == ENDING and not watch.poll(0):
+                    if not watch.wait(0.0 if page.state == ENDING else None):
                         break
                     os.readv(box, [page.current])
                 frame = Frame.read(post.folder, page.current)
