@@ -8,6 +8,7 @@ asked whether it still lives when somebody else wants it: a process that was los
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 import types
@@ -24,9 +25,7 @@ from q4_actors.snapshot import MutableStats, Snapshot
 from q4_actors.tensor import MutableTensor
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
+    from collections.abc import Iterator
 
 __all__ = ["BORN", "Hub", "RayTensor"]
 
@@ -214,7 +213,7 @@ class RayTensor(MutableTensor):
     def read(self, *, timeout: float | None = None, device: str | None = None) -> Any:
         """Return a block that gives ``tensor`` and ``version``; see ``MutableTensor.read``. It never waits."""
         self._check_options(timeout, device)
-        return _Read(self)
+        return _reading(self)
 
     def snapshot(self, *, timeout: float | None = None) -> Snapshot:
         """Return an own copy of one whole version."""
@@ -229,7 +228,7 @@ class RayTensor(MutableTensor):
     def write(self, *, wait: bool = False, timeout: float | None = None, device: str | None = None) -> Any:
         """Return a block that gives the tensor to change; see ``MutableTensor.write``."""
         self._check_options(timeout, device)
-        return _Write(self, timeout if wait else 0.0)
+        return _writing(self, timeout if wait else 0.0)
 
     def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
         """Make a copy of ``tensor`` the next version; see ``MutableTensor.replace``."""
@@ -288,56 +287,33 @@ class RayTensor(MutableTensor):
         return f"RayTensor({self._name!r}, {dtype} {list(shape)}{', closed' if self._is_closed else ''})"
 
 
-class _Read:
-    """A ``read()`` block."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def __init__(self, owner: RayTensor) -> None:
-        self._owner = owner
-
-    def __enter__(self) -> Self:
-        """Fetch the newest version."""
-        self.tensor, self.version = self._owner.content()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Let it go."""
-        del self.tensor
+@contextlib.contextmanager
+def _reading(owner: RayTensor) -> Iterator[types.SimpleNamespace]:
+    """Give the newest version, in the store's memory."""
+    tensor, version = owner.content()
+    view = types.SimpleNamespace(tensor=tensor, version=version)
+    del tensor
+    try:
+        yield view
+    finally:
+        del view.tensor
 
 
-class _Write:
-    """A ``write()`` block."""
-
-    _work: torch.Tensor
-
-    def __init__(self, owner: RayTensor, seconds: float | None) -> None:
-        self._owner, self._seconds = owner, seconds
-        context = ray.get_runtime_context()
-        is_actor = context.get_actor_id() is not None
-        handle = context.current_actor if is_actor else None
-        self._holder = (handle, BORN if is_actor else "", secrets.token_hex(8))
-
-    def __enter__(self) -> torch.Tensor:
-        """Take the turn, and give a copy of the newest version."""
-        if not self._owner.call("begin", self._holder, self._seconds):
-            text = f"{label_of(self._owner.name)} is being written by another actor"
-            raise q4.WriteConflictError(text, hint="Use write(wait=True) or retry.")
-        content, _ = self._owner.content()
-        self._work = content.clone()
-        return self._work.view_as(self._work)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Publish the copy, unless the block failed."""
-        try:
-            version = self._owner.call("end", self._holder, None if kind is not None else _sent(self._work))
-        except ActorError:
-            self._owner.call("end", self._holder, None)
-            raise
-        if version < 0 and kind is None:
-            raise q4.LifecycleError(f"an update of {label_of(self._owner.name)} lost its turn, and is dropped")
+@contextlib.contextmanager
+def _writing(owner: RayTensor, seconds: float | None) -> Iterator[torch.Tensor]:
+    """Take the turn, give a copy of the newest version, and publish it, unless the block failed."""
+    context, label = ray.get_runtime_context(), label_of(owner.name)
+    is_actor = context.get_actor_id() is not None
+    holder = (context.current_actor if is_actor else None, BORN if is_actor else "", secrets.token_hex(8))
+    if not owner.call("begin", holder, seconds):
+        text = f"{label} is being written by another actor"
+        raise q4.WriteConflictError(text, hint="Use write(wait=True) or retry.")
+    try:
+        work = owner.content()[0].clone()
+        yield work.view_as(work)
+        version = owner.call("end", holder, _sent(work))
+    except BaseException:  # also where the store is full
+        owner.call("end", holder, None)
+        raise
+    if version < 0:
+        raise q4.LifecycleError(f"an update of {label} lost its turn, and is dropped")
