@@ -60,10 +60,9 @@ def test_scaling(run: Run) -> None:
     rows = {(row["form"], row["runtime"], row["actors"]): row for row in found["rows"]}
     assert len(rows) == 8
     for form in ("strong", "weak"):
-        for actors in (1, 2):
-            threads, processes = (rows[form, runtime, actors] for runtime in ("threads", "processes"))
-            assert threads["digest"] == processes["digest"]
-            assert threads["spikes_per_s"] > 0
+        for count in (1, 2):
+            assert rows[form, "threads", count]["digest"] == rows[form, "processes", count]["digest"]
+            assert rows[form, "threads", count]["spikes_per_s"] > 0
     strong = rows["strong", "threads", 1]
     assert strong["bytes_per_step"]["copied_bytes"] == 4 * 32 * (1 + 2 * (1 + 2))  # pixels; a membrane, two steps
     assert strong["digest"] == rows["strong", "processes", 2]["digest"]
