@@ -56,6 +56,15 @@ def system(cluster: Any) -> Iterator[ActorSystem]:
         yield made
 
 
+def expect_death(system: ActorSystem, name: str) -> None:
+    """Expect that the system soon tells of a dead actor."""
+    end = time.monotonic() + 20
+    while system._dead is None and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(ActorDeadError, match=name):
+        system.check()
+
+
 def test_messages(system: ActorSystem) -> None:
     """Messages, exceptions, restarts and references work as on threads."""
     with q4.using(q4.SessionConfig(activation_precision="exact")):
@@ -73,6 +82,11 @@ def test_messages(system: ActorSystem) -> None:
     ref.tell(("raise", "by a tell"))
     assert ref.ask("count", timeout=60.0) == 1
     assert system.memory_report()["echo"].pid != os.getpid()
+    friend.stop()
+    ref.tell(("sleep", 5))
+    ref.stop(timeout=0.1)  # so it is killed
+    time.sleep(0.5)
+    system.check()  # none of them is dead after failures
 
 
 def test_errors(system: ActorSystem) -> None:
@@ -97,11 +111,7 @@ def test_errors(system: ActorSystem) -> None:
         ref.tell(("raise", "again"), timeout=60.0)
     with pytest.raises(ActorDeadError, match=r"actor 'slow' is dead: too many failures, the last by .*again"):
         ref.ask(3, timeout=60.0)
-    end = time.monotonic() + 20
-    while system._dead is None and time.monotonic() < end:
-        time.sleep(0.01)
-    with pytest.raises(ActorDeadError, match="slow"):
-        system.check()
+    expect_death(system, "slow")
 
 
 def steps(runtime: str, count: int, *, resume: Path | None = None, save: Path | None = None, fatal: Any = ()) -> Any:
@@ -230,5 +240,6 @@ def test_lost_node(cluster: Any) -> None:
         with pytest.raises(ActorDeadError, match=r"actor 'remote' is dead: Ray says: .*node"):
             ref.ask(1, timeout=60.0)
         assert not ref.is_alive()
+        expect_death(system, "remote")  # whoever waits for a tensor is told, too
         state.replace(torch.ones(3))
         assert state.version == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import logging
 import secrets
 import time
 import types
@@ -28,7 +29,7 @@ from q4_actors.tensor import MutableTensor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["BORN", "Hub", "RayTensor"]
+__all__ = ["BORN", "Hub", "RayTensor", "words_of"]
 
 BORN = secrets.token_hex(8)
 """Which incarnation of its actor this process is."""
@@ -53,6 +54,7 @@ class Hub:
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
         self._events: asyncio.Queue[Any] = asyncio.Queue()
+        self._stopped: set[str] = set()
 
     async def report(self, event: Any) -> None:
         """Keep an event until it is taken."""
@@ -64,6 +66,18 @@ class Hub:
         while not self._events.empty():
             found.append(self._events.get_nowait())
         return found
+
+    async def watch(self, name: str, handle: Any) -> None:
+        """Report an actor that Ray has given up, unless it was stopped."""
+        try:
+            await handle.stay.remote()
+        except ray.exceptions.RayError as error:
+            if handle._actor_id.hex() not in self._stopped:  # noqa: SLF001  # Ray tells it nowhere else
+                await self.report(("lost", logging.ERROR, {"actor": name, "error": words_of(error)}))
+
+    async def forget(self, actor: str) -> None:
+        """Take note that an actor was stopped."""
+        self._stopped.add(actor)
 
     async def add(self, name: str, content: Any, version: int) -> None:
         """Keep a tensor."""
@@ -119,6 +133,11 @@ class Hub:
         async with state.moved:
             state.moved.notify_all()
         return state.version
+
+
+def words_of(error: BaseException) -> str:
+    """Return what Ray says of an actor that it has given up, or whose node is lost."""
+    return f"Ray says: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
 
 
 async def _lives(holder: _Holder) -> bool:
