@@ -90,10 +90,10 @@ class _Host:
 
 
 class RayRef(ActorRef):
-    """An actor that Ray runs, as any process of the cluster holds it."""
+    """An actor that Ray runs, as any process of the cluster holds it; ``why`` it takes nothing more of this one."""
 
     def __init__(self, name: str, handle: Any, room: int) -> None:
-        self.name, self._handle, self._room, self._why = name, handle, room, ""
+        self.name, self._handle, self._room, self.why = name, handle, room, ""
 
     def tell(self, message: Any, *, timeout: float | None = None) -> None:
         """Send a message; see ``ActorRef.tell``."""
@@ -119,12 +119,12 @@ class RayRef(ActorRef):
         """End it; see ``ActorRef.stop``."""
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self._handle.stop.remote(), timeout=timeout)
-        self._why = self._why or "it was stopped"
+        self.why = self.why or "it was stopped"
         ray.kill(self._handle)
 
     def begin_stop(self) -> None:
         """Take no further messages of this process, and end after those that are there."""
-        self._why = self._why or "it was stopped"
+        self.why = self.why or "it was stopped"
         with contextlib.suppress(ray.exceptions.RayError):
             self._handle.stop.remote()
 
@@ -132,18 +132,13 @@ class RayRef(ActorRef):
         """Kill its process, which Ray replaces; see ``ActorRef.kill``."""
         ray.kill(self._handle, no_restart=False)
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether this process stopped it."""
-        return bool(self._why)
-
     def memory(self) -> ActorMemory:
         """Return the memory of its process, on its node; see ``ActorRef.memory``."""
         return self._get(self._handle.memory.remote())  # type: ignore[no-any-return]  # Ray's
 
     def is_alive(self) -> bool:
         """Return whether it takes messages, or will after a restart."""
-        if self._why:
+        if self.why:
             return False
         with contextlib.suppress(ActorDeadError):
             return not self._get(self._handle.status.remote())[1]
@@ -151,7 +146,7 @@ class RayRef(ActorRef):
 
     def __getstate__(self) -> dict[str, Any]:
         """Send as Ray's handle."""
-        return {**vars(self), "_why": ""}
+        return {**vars(self), "why": ""}
 
     def _get(self, answer: Any) -> Any:
         try:
@@ -162,8 +157,8 @@ class RayRef(ActorRef):
     def _send(self, message: Any, timeout: float | None, *, is_asked: bool) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            if self._why:
-                raise dead_error(self.name, self._why)
+            if self.why:
+                raise dead_error(self.name, self.why)
             try:
                 return self._handle.receive.remote(message, is_asked)
             except ray.exceptions.PendingCallsLimitExceeded:
@@ -279,7 +274,7 @@ class RayRuntime:
                 for event, level, fields in ray.get(self._hub.events.remote()):
                     if event != "lost":
                         self._report(event, level=level, **fields)
-                    elif not self._refs[fields["actor"]].is_stopped:  # else it took too long to stop, and was killed
+                    elif not self._refs[fields["actor"]].why:  # else it took too long to stop, and was killed
                         self._report("dead", level=level, **fields)
 
 

@@ -167,7 +167,8 @@ class RayTensor(MutableTensor):
         self._hub, self._name, self._form, self._is_closed = hub, name, form, False
         self._mode = MutableMode.VERSIONED
         self.counts: collections.Counter[str] = collections.Counter()
-        self._content: Any = types.SimpleNamespace(label=label_of(name))  # what messages of the base class take
+        facts = {"dtype": form[0], "shape": torch.Size(form[1]), "device": torch.device("cpu")}
+        self._content: Any = types.SimpleNamespace(label=label_of(name), **facts)  # what the base class looks at
 
     @classmethod
     def create(  # noqa: PLR0913  # the options of one call
@@ -192,21 +193,6 @@ class RayTensor(MutableTensor):
         made = cls(hub, name, (tensor.dtype, tuple(tensor.shape)))
         made.call("add", _sent(tensor), version)
         return made
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape, which never changes."""
-        return torch.Size(self._form[1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype, which never changes."""
-        return self._form[0]
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
 
     @property
     def version(self) -> int:
@@ -249,7 +235,7 @@ class RayTensor(MutableTensor):
     def wait(self, version: int, timeout: float | None = None) -> bool:
         """Wait until the version is at least ``version``; see ``MutableTensor.wait``."""
         check_version(self._content.label, version)
-        return bool(self.call("wait", version, None if timeout is None else to_seconds(self._content.label, timeout)))
+        return bool(self.call("wait", version, to_seconds(self._content.label, timeout)))
 
     def write(self, *, wait: bool = False, timeout: float | None = None, device: str | None = None) -> Any:
         """Return a block that gives the tensor to change; see ``MutableTensor.write``."""
@@ -298,8 +284,7 @@ class RayTensor(MutableTensor):
         return torch.from_numpy(array).view(dtype).view(shape), version
 
     def _check_options(self, timeout: float | None, device: str | None) -> None:
-        if timeout is not None:
-            to_seconds(self._content.label, timeout)
+        to_seconds(self._content.label, timeout)
         if device not in {None, "cpu"}:
             raise q4.ConfigError(self._content.label, name="device", rule="'cpu' on Ray", value=device)
 

@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from q4_actors.arguments import MutableMode, check_content, check_first_version, label_of, to_mode
+from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode
 from q4_actors.rwlock import HERE
 from q4_actors.segment import MAX_SLOTS, Form, Segment
 from q4_actors.shared_content import SharedContent
@@ -64,7 +64,7 @@ class SharedMutableTensor(MutableTensor):
             raise InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
         _extension(label)
         form = Form(mode, tensor.dtype, tuple(tensor.shape), _count_of(label, slots, mode))
-        check_first_version(label, version)
+        check_version(label, version, is_first=True)
         self._adopt(Segment.create(label, form, tensor.detach(), version), label, name)
 
     def _adopt(self, segment: Segment, label: str, name: str | None) -> None:

@@ -5,15 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
-from q4_actors.arguments import (
-    MutableMode,
-    check_content,
-    check_first_version,
-    check_version,
-    label_of,
-    to_mode,
-    to_seconds,
-)
+from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
 from q4_actors.at_fork import CONTENTS
 from q4_actors.blocks import WriteBlock
 from q4_actors.content import Content, copied
@@ -92,7 +84,7 @@ class MutableTensor:
             text = f"{label} can't begin in memory that was given back to its provider"
             raise LifecycleError(text, hint="Place a new tensor.")
         content = copied(tensor, provider_of(tensor), label) if copy else tensor.detach()
-        check_first_version(label, version)
+        check_version(label, version, is_first=True)
         self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE, version=version)
         if sides is not None or tensor.device.type == "cuda":
             self._content.sync = DeviceSync(self._content, sides)
@@ -193,7 +185,7 @@ class MutableTensor:
 
     def snapshot(self, *, timeout: float | None = None) -> Snapshot:
         """Return an own copy of one whole version; arguments and errors as for ``read``."""
-        return self._content.snapshot(None if timeout is None else to_seconds(self._content.label, timeout))
+        return self._content.snapshot(to_seconds(self._content.label, timeout))
 
     def wait(self, version: int, timeout: float | None = None) -> bool:
         """Wait until the version is at least ``version``; another process's is seen within a millisecond.
@@ -213,7 +205,7 @@ class MutableTensor:
         """
         content = self._content
         check_version(content.label, version)
-        return content.wait_for(version, None if timeout is None else to_seconds(content.label, timeout))
+        return content.wait_for(version, to_seconds(content.label, timeout))
 
     # -- writing
 
@@ -238,10 +230,10 @@ class MutableTensor:
             UnifiedMemoryError: ``VERSIONED`` in a provider's memory: there is no room for a further version.
             ConfigError: ``timeout`` or ``device`` is not legal.
         """
-        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
-        block = WriteBlock(self._content, wait, seconds)
+        content = self._content
+        block = WriteBlock(content, wait, None if timeout is None else to_seconds(content.label, timeout))
         if device is not None:
-            block.side = to_side(self._content, device)
+            block.side = to_side(content, device)
         return block
 
     def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
@@ -257,7 +249,7 @@ class MutableTensor:
             WriteConflictError, LifecycleError, PoisonedError, UnifiedMemoryError, ConfigError: As ``write``.
         """
         source = self._fitting("replace", tensor)
-        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
+        seconds = to_seconds(self._content.label, timeout)
         with WriteBlock(self._content, wait, seconds, source) as content:
             if self._mode is MutableMode.IN_PLACE:
                 content.copy_(_apart(source, content))
@@ -275,7 +267,7 @@ class MutableTensor:
             WriteConflictError, UnifiedMemoryError, ConfigError: As ``write``.
         """
         source = None if tensor is None else self._fitting("reset", tensor)
-        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
+        seconds = to_seconds(self._content.label, timeout)
         with WriteBlock(self._content, True, seconds, source, True) as content:  # noqa: FBT003  # as WriteBlock says
             if self._mode is MutableMode.IN_PLACE:
                 content.zero_() if source is None else content.copy_(_apart(source, content))
