@@ -45,8 +45,8 @@ class Plan:
     """Neurons of a population, steps of a sample, samples, and numbers of actors."""
 
     neurons: int = 1024
-    steps: int = 20
-    rounds: int = 15
+    steps: int = 10
+    rounds: int = 7
     actors: tuple[int, ...] = (1, 2, 4)
 
 
