@@ -1,7 +1,7 @@
 """Run every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
-[waiting] [embeddings] [actors] [microcircuit] [spikes] [snn] [transformers]``.
+[waiting] [embeddings] [actors] [scaling] [microcircuit] [spikes] [snn] [transformers]``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks import (
     opening,
     overhead,
     precision,
+    scaling,
     spikes,
     spiking,
     threads,
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "waiting": waiting.main,
     "embeddings": embeddings.main,
     "actors": actors.main,
+    "scaling": scaling.main,
     "microcircuit": microcircuit.main,
     "spikes": spikes.main,
     "snn": spiking.main,

@@ -1,6 +1,6 @@
 """A spiking network of actors tells handwritten digits: their memory is shared, their synapses have four bits.
 
-    python examples/actor_snn.py [--actors 3] [--processes] [--kills 3] [--jitter 0.01] [--picture actor_snn.png]
+    python examples/actor_snn.py [--actors 3] [--runtime processes] [--kills 3] [--jitter 0.01] [--picture snn.png]
     python examples/actor_snn.py --device cuda --unified-memory require_unified
 
 Each population of leaky integrate-and-fire neurons owns its state as a ``MutableTensor``, and its synapses as
@@ -8,7 +8,8 @@ Each population of leaky integrate-and-fire neurons owns its state as a ``Mutabl
 version is the clock, and a step happens wholly or not at all. Hence the same result, bit for bit, whatever the number
 of actors, and whoever is late or killed.
 
-It needs scikit-learn (the data), matplotlib and rich: pip install "q4core[examples]"
+It needs scikit-learn (the data), matplotlib and rich: pip install "q4core[examples]". ``--runtime ray`` joins the
+cluster that ``RAY_ADDRESS`` names, or starts one here: pip install "q4-actors[ray]"
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Plan(NamedTuple):
 
     steps: int = 40
     actors: int = 4
-    processes: bool = False
+    runtime: str = "threads"
     kills: int = 0
     jitter: float = 0.0
     device: str | None = None
@@ -117,8 +118,7 @@ def simulate(masters: Tensors, images: torch.Tensor, plan: Plan) -> Outcome:
     sizes |= {"pixels": [1, len(images), SIZE]}
     trace = torch.zeros(2, plan.steps, SIZE * len(HIDDEN) + DIGITS)
     fatal = {plan.steps * (kill + 1) // (plan.kills + 1) for kill in range(plan.kills)}
-    runtime = "processes" if plan.processes else "threads"
-    with ActorSystem(runtime, restarts=min(MAX_RESTARTS, plan.kills)) as system:
+    with ActorSystem(plan.runtime, restarts=min(MAX_RESTARTS, plan.kills)) as system:
         where = {"device": plan.device, "unified_memory": plan.unified_memory}
         states = {name: system.mutable(torch.zeros(size), name=name, **where) for name, size in sizes.items()}
         names = [tuple(SOURCES)[index :: plan.actors] for index in range(plan.actors)]
@@ -154,7 +154,8 @@ def main() -> None:
     parser.add_argument(
         "--actors", type=int, default=most, choices=range(1, most + 1), help=f"how many (default {most})"
     )
-    parser.add_argument("--processes", action="store_true", help="processes instead of threads")
+    runtimes = ("threads", "processes", "ray")
+    parser.add_argument("--runtime", choices=runtimes, default="threads", help="what actors are (default threads)")
     parser.add_argument("--kills", type=int, default=0, help="how many actors to kill on the way")
     parser.add_argument(
         "--jitter", type=float, default=0.0, help="seconds that an actor sleeps at most before each step"
@@ -166,9 +167,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=15, help="of training (default 15)")
     parser.add_argument("--picture", type=Path, default=Path("actor_snn.png"), help="a PNG (default actor_snn.png)")
     options = parser.parse_args()
-    if options.kills and not options.processes:
-        parser.error("--kills needs --processes: threads can't be killed")
-    if options.processes and options.device == "cuda":
+    if options.kills and options.runtime == "threads":
+        parser.error("--kills needs --runtime processes or ray: threads can't be killed")
+    if options.runtime != "threads" and options.device == "cuda":
         parser.error("--device cuda needs threads: a GPU's memory belongs to one process")
     if options.steps <= 1:
         parser.error("--steps must be at least 2")
@@ -189,7 +190,7 @@ def main() -> None:
     spikes = sum(float(state[COUNT].sum()) for state in outcome.states.values()) / plan.steps
     rate = 1 / outcome.step_seconds
     right = float((outcome.states["out"][COUNT].argmax(1) == test_labels).float().mean())
-    print(f"{plan.actors} {'processes' if plan.processes else 'threads'}, {outcome.killed} killed on the way")
+    print(f"{plan.actors} actors on {plan.runtime}, {outcome.killed} killed on the way")
     print(f"{rate:,.0f} steps/s of {len(test_images)} images, {spikes * rate:,.0f} spikes/s")
     print(f"{outcome.step_bytes:,.0f} bytes copied per step")
     print(f"test accuracy {right:.1%} with {FORMAT} synapses; result {outcome.digest}")

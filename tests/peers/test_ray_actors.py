@@ -30,6 +30,9 @@ with warnings.catch_warnings():
 
     from q4_actors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, MessageError
     from q4_actors import ActorSystem as System
+    from q4_nn import pack_
+    from q4_snn import LI, LIF, Network, Population, Projection, spikegen
+    from q4_snn.actors import ActorNetwork
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,15 @@ def system(cluster: Any) -> Iterator[ActorSystem]:
         yield made
 
 
+def expect_death(system: ActorSystem, name: str) -> None:
+    """Expect that the system soon tells of a dead actor."""
+    end = time.monotonic() + 20
+    while system._dead is None and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(ActorDeadError, match=name):
+        system.check()
+
+
 def test_messages(system: ActorSystem) -> None:
     """Messages, exceptions, restarts and references work as on threads."""
     with q4.using(q4.SessionConfig(activation_precision="exact")):
@@ -70,6 +82,11 @@ def test_messages(system: ActorSystem) -> None:
     ref.tell(("raise", "by a tell"))
     assert ref.ask("count", timeout=60.0) == 1
     assert system.memory_report()["echo"].pid != os.getpid()
+    friend.stop()
+    ref.tell(("sleep", 5))
+    ref.stop(timeout=0.1)  # so it is killed
+    time.sleep(0.5)
+    system.check()  # none of them is dead after failures
 
 
 def test_errors(system: ActorSystem) -> None:
@@ -94,11 +111,7 @@ def test_errors(system: ActorSystem) -> None:
         ref.tell(("raise", "again"), timeout=60.0)
     with pytest.raises(ActorDeadError, match=r"actor 'slow' is dead: too many failures, the last by .*again"):
         ref.ask(3, timeout=60.0)
-    end = time.monotonic() + 20
-    while system._dead is None and time.monotonic() < end:
-        time.sleep(0.01)
-    with pytest.raises(ActorDeadError, match="slow"):
-        system.check()
+    expect_death(system, "slow")
 
 
 def steps(runtime: str, count: int, *, resume: Path | None = None, save: Path | None = None, fatal: Any = ()) -> Any:
@@ -145,6 +158,9 @@ def test_tensor_errors(system: ActorSystem) -> None:
     with state.read() as view:
         assert (view.version, view.tensor.tolist()) == (1, [1.0, 1.0, 1.0])
     assert state.wait(1, timeout=1.0)
+    counts = state.stats()
+    assert (counts.reads, counts.writes, counts.snapshots) == (1, 1, 1)
+    assert (counts.failures, counts.conflicts, counts.bytes_copied) == (1, 1, 4 * 12)
     assert not state.wait(2, timeout=0.05)
     with pytest.raises(q4.ConfigError, match="mode must be 'versioned' on Ray"):
         system.mutable(torch.zeros(3), name="other", mode="in_place")
@@ -182,6 +198,37 @@ def test_store_that_is_full(system: ActorSystem) -> None:
     assert state.version == 1
 
 
+def test_network_after_a_kill(cluster: Any) -> None:
+    """A network of two actors on three nodes, of which one is killed between two runs, gives one process's bits."""
+    torch.manual_seed(0)
+    pixels, a, out = (
+        Population("pixels", 64, spikes=True),
+        Population("a", 64, LIF.from_beta(0.9)),
+        Population("out", 5, LI(1e-3)),
+    )
+    projections = [
+        Projection(pixels, a, format="nf4"),
+        Projection(a, a, format="nf4", delay=1),
+        Projection(a, out, format="nf4"),
+    ]
+    network = Network([pixels, a, out], projections)
+    for parameter in network.parameters():
+        parameter.data.mul_(4)
+    x = spikegen.rate(torch.full((2, 64), 0.3), 8, generator=torch.Generator().manual_seed(1))
+    record = ("a", "a.mem", "out")
+    with q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session, torch.no_grad():
+        pack_(network, session)
+        expected, _ = network(x, record=record)
+        assert expected["a"].sum() > 10
+        with System("ray") as system:
+            crew = ActorNetwork(network, system, batch=2, actors=2)
+            first = crew(x[:4], record)
+            system.actors["neurons-0"].kill()
+            second = crew(x[4:], record)
+            for name in record:
+                assert torch.equal(torch.cat([first[name], second[name]]), expected[name])
+
+
 def test_lost_node(cluster: Any) -> None:
     """An actor whose node is lost, and that may run nowhere else, is dead for whoever asks; its system goes on."""
     node = cluster.add_node(num_cpus=1, resources={"lost": 1}, object_store_memory=100_000_000)
@@ -193,5 +240,6 @@ def test_lost_node(cluster: Any) -> None:
         with pytest.raises(ActorDeadError, match=r"actor 'remote' is dead: Ray says: .*node"):
             ref.ask(1, timeout=60.0)
         assert not ref.is_alive()
+        expect_death(system, "remote")  # whoever waits for a tensor is told, too
         state.replace(torch.ones(3))
         assert state.version == 1

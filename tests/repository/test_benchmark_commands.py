@@ -55,6 +55,21 @@ def test_overhead(run: Run) -> None:
     assert len(run("overhead")["calls"]["forward"]["samples"]) == 5
 
 
+def test_scaling(run: Run) -> None:
+    """One and two actors leave the same bits on threads and processes, and tell what a step copies."""
+    found = run("scaling")
+    rows = {(row["form"], row["runtime"], row["actors"]): row for row in found["rows"]}
+    assert len(rows) == 8
+    for form in ("strong", "weak"):
+        for count in (1, 2):
+            assert rows[form, "threads", count]["digest"] == rows[form, "processes", count]["digest"]
+            assert rows[form, "threads", count]["spikes_per_s"] > 0
+    strong = rows["strong", "threads", 1]
+    assert strong["bytes_per_step"]["copied_bytes"] == 4 * 32 * (1 + 2 * (1 + 2))  # pixels; a membrane, two steps
+    assert strong["digest"] == rows["strong", "processes", 2]["digest"]
+    assert set(found["costs"]) == {"threads", "processes"}
+
+
 @pytest.mark.slow
 def test_certify(run: Run) -> None:
     """One case of each subject is certified by its id, and beside them ``import torch`` is timed."""

@@ -78,18 +78,22 @@ MANNERS = ((1, 0.0), (2, 0.0), (4, 0.0), (2, 0.02), (4, 0.02))
 
 
 @pytest.mark.parametrize(
-    ("processes", "manners"),
-    [(False, MANNERS), (True, ((2, 0.02),)), pytest.param(True, MANNERS, marks=pytest.mark.soak)],
+    ("runtime", "manners"),
+    [
+        ("threads", MANNERS),
+        ("processes", ((2, 0.02),)),
+        pytest.param("processes", MANNERS, marks=pytest.mark.soak),
+    ],
     ids=["threads", "processes", "processes-all"],
 )
 def test_the_result_is_the_same_bit_for_bit(
-    snn: Any, masters: dict[str, torch.Tensor], processes: bool, manners: tuple[tuple[int, float], ...]
+    snn: Any, masters: dict[str, torch.Tensor], runtime: str, manners: tuple[tuple[int, float], ...]
 ) -> None:
     """One, two and four actors, steady and with random sleeps, leave the same bits; another pixel leaves others."""
     images = _images(snn)
     wanted = snn.simulate(masters, images, snn.Plan(steps=STEPS, actors=1))
     for actors, jitter in manners:
-        got = snn.simulate(masters, images, snn.Plan(STEPS, actors, processes, 0, jitter))
+        got = snn.simulate(masters, images, snn.Plan(STEPS, actors, runtime, 0, jitter))
         assert got.digest == wanted.digest, (actors, jitter)
     changed = images.clone()
     changed[-1, 20] = 1.0 - changed[-1, 20]
@@ -100,7 +104,7 @@ def test_killed_actors_leave_no_trace(snn: Any, masters: dict[str, torch.Tensor]
     """Actors that are killed in mid-step are replaced, and the result is that of those who lived."""
     images = _images(snn)
     wanted = snn.simulate(masters, images, snn.Plan(steps=STEPS, actors=1))
-    got = snn.simulate(masters, images, snn.Plan(STEPS, actors=3, processes=True, kills=5, jitter=0.01))
+    got = snn.simulate(masters, images, snn.Plan(STEPS, actors=3, runtime="processes", kills=5, jitter=0.01))
     assert (got.digest, got.killed) == (wanted.digest, 5)
 
 
@@ -108,15 +112,15 @@ def test_every_kill_is_one_that_happened(snn: Any, masters: dict[str, torch.Tens
     """As many as the steps allow are killed, one actor alone each time, and the result is the same."""
     images = _images(snn, 4)
     wanted = snn.simulate(masters, images, snn.Plan(steps=3, actors=1))
-    got = snn.simulate(masters, images, snn.Plan(3, actors=1, processes=True, kills=2))
+    got = snn.simulate(masters, images, snn.Plan(3, actors=1, runtime="processes", kills=2))
     assert (got.digest, got.killed, wanted.killed) == (wanted.digest, 2, 0)
 
 
 def test_each_step_copies_each_state_once(snn: Any, masters: dict[str, torch.Tensor]) -> None:
     """What is told to be copied is one update of the five populations and the pixels, and no read."""
     sizes = 4 * (4 * snn.SIZE) + 4 * snn.DIGITS + snn.SIZE
-    for processes in (False, True):
-        outcome = snn.simulate(masters, _images(snn), snn.Plan(STEPS, actors=2, processes=processes))
+    for runtime in ("threads", "processes"):
+        outcome = snn.simulate(masters, _images(snn), snn.Plan(STEPS, actors=2, runtime=runtime))
         assert outcome.step_bytes == 16 * sizes * 4
 
 
@@ -139,7 +143,7 @@ def test_an_actor_that_fails_ends_the_run(snn: Any, masters: dict[str, torch.Ten
     """An actor that fails for good ends the run, which says which one."""
     broken = masters | {"out": masters["out"][:, :64]}
     with pytest.raises(ActorDeadError, match=r"actor 'Worker-\d' is dead"):
-        snn.simulate(broken, _images(snn), snn.Plan(STEPS, actors=5, processes=True))
+        snn.simulate(broken, _images(snn), snn.Plan(STEPS, actors=5, runtime="processes"))
 
 
 def test_the_command_tells_digits_and_draws(tmp_path: Path) -> None:
@@ -163,10 +167,11 @@ def test_the_command_tells_digits_and_draws(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--kills", 1), "--kills needs --processes"),
+        (("--kills", 1), "--kills needs --runtime processes or ray"),
+        (("--runtime", "ray", "--device", "cuda"), "--device cuda needs threads"),
         (("--steps", 1), "--steps must be at least 2"),
-        (("--processes", "--steps", 3, "--kills", 3), "--kills must be 0 … 2"),
-        (("--processes", "--kills", -3), "--kills must be 0 … 39"),
+        (("--runtime", "ray", "--steps", 3, "--kills", 3), "--kills must be 0 … 2"),
+        (("--runtime", "processes", "--kills", -3), "--kills must be 0 … 39"),
         (("--epochs", -1), "--epochs must be at least 1"),
         (("--picture", "snn.jpg"), "--picture must be a file in a folder that is there, and end in .png"),
         (("--picture", "nowhere/snn.png"), "--picture must be a file in a folder that is there"),

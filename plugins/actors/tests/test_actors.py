@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-import os
-import pickle
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,58 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from acting import Echo, Friend, Gone, Starting, Stepper, Unsendable, actor_events
+from acting import Echo, Friend, Starting
+from actor_fixtures import SHARED, steps, until
 
 import q4core as q4
 from q4_actors import (
-    Actor,
     ActorDeadError,
     ActorError,
     ActorSystem,
     AskTimeoutError,
     MailboxFullError,
-    MessageError,
     MutableTensor,
     SharedMutableTensor,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from q4_actors import ActorRef
-
-LINUX = sys.platform == "linux"
-RUNTIMES = ["threads", *(["processes"] if LINUX else [])]
-SHARED = Path("/dev/shm")  # noqa: S108  # where Linux keeps shared memory
-only_processes = pytest.mark.skipif(not LINUX, reason="processes are for Linux")
-
-
-@pytest.fixture(scope="module", params=RUNTIMES)
-def runtime(request: pytest.FixtureRequest) -> str:
-    """Return each runtime in turn."""
-    return str(request.param)
-
-
-@pytest.fixture
-def system(runtime: str) -> Iterator[ActorSystem]:
-    """Return a system that is stopped after the test."""
-    with ActorSystem(runtime, mailbox=4, restarts=2) as made:
-        yield made
-
-
-@pytest.fixture
-def heard(caplog: pytest.LogCaptureFixture) -> Callable[[], list[tuple[str, dict[str, Any]]]]:
-    """Return a function that gives the events of actors so far."""
-    caplog.set_level(logging.DEBUG, logger="q4core")
-    return lambda: actor_events(caplog)
-
-
-def until(check: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_ask_and_tell(system: ActorSystem) -> None:
@@ -216,87 +176,12 @@ def test_config_of_the_spawner(system: ActorSystem) -> None:
     assert ref.ask("threads", timeout=20.0) == torch.get_num_threads()
 
 
-def steps(
-    runtime: str, folder: Path, *, half: bool = False, resume: Path | None = None, fatal: tuple[int, ...] = ()
-) -> torch.Tensor:
-    """Run two actors that read each other for 20 steps, or half of them, with some that are killed."""
-    with ActorSystem(runtime, resume=resume, restarts=64) as system:
-        states = [system.mutable(torch.arange(8.0) + index, name=f"s{index}") for index in range(2)]
-        dies = system.mutable(torch.zeros(32, dtype=torch.uint8), name="dies", mode="in_place") if fatal else None
-        refs = [system.spawn(Stepper, states[index], states[1 - index], fatal, dies) for index in range(2)]
-        first = states[0].version + 1
-        for step in range(first, 11 if half else 21):
-            for ref in refs:  # one after the other reads, so that the order is the program's
-                assert ref.ask(step, timeout=30.0) == step
-        if half:
-            assert system.checkpoint(folder / "half.pt") == {"s0": 10, "s1": 10}
-            assert system.clock == 10
-        return torch.stack([state.snapshot().tensor for state in states])
-
-
 def test_same_bits_everywhere(runtime: str, tmp_path: Path) -> None:
     """Every runtime computes the same bits, also from a checkpoint on."""
     expected = steps("threads", tmp_path)
     assert torch.equal(steps(runtime, tmp_path), expected)
     assert not torch.equal(steps(runtime, tmp_path, half=True), expected)
     assert torch.equal(steps(runtime, tmp_path, resume=tmp_path / "half.pt"), expected)
-
-
-@only_processes
-def test_killed_actors_change_nothing(tmp_path: Path, heard: Callable[[], list[tuple[str, dict[str, Any]]]]) -> None:
-    """Actors that are killed within their updates are replaced, handle that message again, and the bits agree."""
-    expected = steps("threads", tmp_path)
-    assert torch.equal(steps("processes", tmp_path, fatal=(3, 4, 9, 15)), expected)
-    assert [event for event, _ in heard()].count("failed") == 4
-    assert "exit code -9" in next(fields["error"] for event, fields in heard() if event == "failed")
-
-
-@only_processes
-@pytest.mark.soak
-def test_many_kills(tmp_path: Path, heard: Callable[[], list[tuple[str, dict[str, Any]]]]) -> None:
-    """After twenty kills, one within each step, the bits are the same."""
-    expected = steps("threads", tmp_path)
-    assert torch.equal(steps("processes", tmp_path, fatal=tuple(range(1, 21))), expected)
-    assert [event for event, _ in heard()].count("failed") == 20
-
-
-@only_processes
-def test_server_has_one_thread() -> None:
-    """Processes are forked from a server without threads, which has imported what they need."""
-    with ActorSystem("processes") as system:
-        status = Path(f"/proc/{system.spawn(Echo).ask('pid', timeout=60.0)}/status").read_text(encoding="ascii")
-        (parent,) = [line.split()[1] for line in status.splitlines() if line.startswith("PPid:")]
-        assert parent != str(os.getpid())
-        assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
-
-
-@only_processes
-def test_killed_too_often() -> None:
-    """A process that is killed more often than the limit allows is dead, and whoever waits for it is told."""
-    with ActorSystem("processes", restarts=1) as system:
-        ref = system.spawn(Echo, name="killed")
-        first = ref.ask("pid", timeout=20.0)
-        ref.kill()
-        assert ref.ask("pid", timeout=20.0) != first
-        ref.tell(("sleep", 30))
-        until(lambda: ref.page.current[0] != 0)  # type: ignore[attr-defined]  # a process's
-        ref.kill()
-        with pytest.raises(ActorDeadError, match=r"actor 'killed' is dead: .* exit code -9"):
-            ref.ask(1, timeout=20.0)
-
-
-@only_processes
-def test_stop_kills_what_is_late() -> None:
-    """A process that does not end in time is killed, and whoever waits for its answer is told."""
-    system = ActorSystem("processes")
-    ref = system.spawn(Echo)
-    ref.ask(1, timeout=20.0)
-    ref.tell(("sleep", 60))
-    started = time.monotonic()
-    system.stop(timeout=0.1)
-    assert time.monotonic() - started < 10
-    with pytest.raises(ActorError, match="was stopped"):
-        system.spawn(Echo)
 
 
 def test_thread_that_is_late() -> None:
@@ -309,142 +194,6 @@ def test_thread_that_is_late() -> None:
         system.stop(timeout=0.01)
     with pytest.raises(ActorError, match="can't be killed"):
         ref.kill()
-
-
-@only_processes
-def test_messages_that_cannot_be_sent() -> None:
-    """A message, an answer, an error or an argument that can't be pickled is a typed error, and the actor goes on."""
-    with ActorSystem("processes") as system:
-        ref = system.spawn(Echo, name="far")
-        with pytest.raises(MessageError, match=r"a message to actor 'far' can't be pickled: function"):
-            ref.tell(lambda: None)
-        with pytest.raises(MessageError, match="the answer of actor 'far' can't be pickled: function"):
-            ref.ask("lambda", timeout=20.0)
-        assert ref.ask(1, timeout=20.0) == 1
-        with pytest.raises(MessageError, match="error that can't be pickled: Odd"):
-            system.spawn(Unsendable).ask(1, timeout=20.0)
-
-        class Local(Actor):
-            pass
-
-        with pytest.raises(MessageError, match="'local' can't be sent to a process"):
-            system.spawn(Local, name="local")
-
-
-@only_processes
-def test_spawn_after_one_that_failed() -> None:
-    """What can't be spawned takes nothing away from the next one."""
-
-    class Local(Actor):
-        pass
-
-    with ActorSystem("processes") as system:
-        for _ in range(2):
-            with pytest.raises(MessageError, match="can't be sent to a process"):
-                system.spawn(Local)
-        assert system.spawn(Echo).ask(1, timeout=20.0) == 1
-
-
-@only_processes
-def test_message_that_cannot_be_unpacked() -> None:
-    """A message whose tensor is gone fails once, as any other, and the actor handles the next one."""
-    with ActorSystem("processes", restarts=1) as system:
-        ref, gone = system.spawn(Echo), SharedMutableTensor(torch.zeros(2))
-        ref.ask(1, timeout=20.0)
-        ref.tell(("sleep", 0.3))
-        ref.tell(gone)
-        gone.close()
-        assert ref.ask("count", timeout=20.0) == 1  # restarted
-        with pytest.raises(q4.LifecycleError, match="vanished"):
-            ref.ask(Gone(), timeout=20.0)
-        assert ref.ask("count", timeout=20.0) == 2
-
-
-@only_processes
-def test_answers_that_nobody_waits_for() -> None:
-    """Many answers that come too late don't hold up the actor, and what large ones took is given back."""
-    with ActorSystem("processes") as system:
-        ref = system.spawn(Echo)
-        ref.ask(1, timeout=20.0)
-        ref.tell(("sleep", 0.3))
-        for _ in range(20):  # more than a box for answers holds
-            with pytest.raises(AskTimeoutError):
-                ref.ask(torch.zeros(5000), timeout=0.0)
-        ref.stop(timeout=5.0)
-        assert ref.page.why == "it was stopped"  # type: ignore[attr-defined]  # a process's
-        assert ref.page.current[0] == 0  # type: ignore[attr-defined]  # it was not killed
-        assert not [item for folder in SHARED.glob("q4actors-*") for item in folder.glob("m*")]
-
-
-@only_processes
-def test_files_of_askers_that_ended() -> None:
-    """Neither threads that asked nor systems that were stopped leave files open."""
-    with ActorSystem("processes") as system:
-        ref = system.spawn(Echo)
-        files = Path(f"/proc/{ref.ask('pid', timeout=20.0)}/fd")
-        before = len(list(files.iterdir()))
-        for _ in range(20):
-            thread = threading.Thread(target=ref.ask, args=(1,))
-            thread.start()
-            thread.join()
-        assert len(list(files.iterdir())) <= before + 2
-    del ref
-    counts = []
-    for _ in range(3):
-        with ActorSystem("processes") as system:
-            system.spawn(Echo).ask(1, timeout=20.0)
-        gc.collect()
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
-    assert counts[0] == counts[-1]
-
-
-@only_processes
-def test_reference_after_the_end() -> None:
-    """A reference that is unpickled after its system was stopped tells so."""
-    with ActorSystem("processes") as system:
-        data = pickle.dumps(system.spawn(Echo, name="gone"))
-    with pytest.raises(ActorDeadError, match="actor 'gone' is dead: its system was stopped"):
-        pickle.loads(data)  # noqa: S301  # its own
-
-
-SCRIPT = """
-import os, sys, time, torch
-from acting import Echo
-from q4_actors import ActorSystem
-if __name__ == "__main__":
-    system = ActorSystem("processes")
-    state = system.mutable(torch.zeros(10), name="s")
-    ref = system.spawn(Echo)
-    print(ref.ask("pid"), state.segment, flush=True)
-    ref.tell(("sleep", 60))
-    time.sleep(60)
-"""
-
-
-@only_processes
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGKILL], ids=lambda number: number.name
-)
-def test_end_of_the_parent(number: signal.Signals, tmp_path: Path) -> None:
-    """After Ctrl-C, or when the parent is killed, no process, mailbox or shared memory is left."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    before = set(SHARED.iterdir())
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    ) as parent:
-        assert parent.stdout is not None
-        pid, segment = parent.stdout.readline().split()
-        assert (SHARED / segment).exists()
-        parent.send_signal(number)
-        parent.wait(20)
-    until(lambda: not Path(f"/proc/{pid}").exists())
-    until(lambda: not {item.name for item in set(SHARED.iterdir()) - before if item.name.startswith("q4")})
 
 
 def test_kinds_of_tensors(system: ActorSystem, runtime: str) -> None:

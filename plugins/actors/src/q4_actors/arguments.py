@@ -14,7 +14,6 @@ __all__ = [
     "MAX_VERSION",
     "MutableMode",
     "check_content",
-    "check_first_version",
     "check_version",
     "label_of",
     "to_mode",
@@ -95,20 +94,17 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
-def check_version(label: str, version: object) -> None:
-    """Refuse what is no number of a version."""
-    if not isinstance(version, int) or isinstance(version, bool):
-        raise ConfigError(label, name="version", rule="an integer", value=version)
+def check_version(label: str, version: object, *, is_first: bool = False) -> None:
+    """Refuse what is no number of a version, or of a first one."""
+    rule = f"0 … {MAX_VERSION - 1}" if is_first else "an integer"
+    if not isinstance(version, int) or isinstance(version, bool) or (is_first and not 0 <= version < MAX_VERSION):
+        raise ConfigError(label, name="version", rule=rule, value=version)
 
 
-def check_first_version(label: str, version: object) -> None:
-    """Refuse what is no number of a first version."""
-    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < MAX_VERSION:
-        raise ConfigError(label, name="version", rule=f"0 … {MAX_VERSION - 1}", value=version)
-
-
-def to_seconds(label: str, timeout: float) -> float:
-    """Return a timeout that threads can wait for."""
+def to_seconds(label: str, timeout: float | None) -> float | None:
+    """Return a timeout that threads can wait for; None for no limit."""
+    if timeout is None:
+        return None
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:
         return float(min(timeout, threading.TIMEOUT_MAX))
     raise ConfigError(label, name="timeout", rule="seconds, 0 or more, or None", value=timeout)

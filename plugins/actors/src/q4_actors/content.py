@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from q4_actors.backoff import Backoff
 from q4_actors.blocks import ReadView
-from q4_actors.rwlock import HERE, RWLock
+from q4_actors.rwlock import HERE, LOOK_INTERVAL_S, RWLock
 from q4_actors.snapshot import Snapshot
 from q4core import InputError, LifecycleError, PoisonedError, WriteConflictError
 from q4core.memory import copy_beside, detached_copy, provider_of
@@ -88,6 +89,37 @@ class Content:
         self.renew()  # of the old one a lock may be held for ever
         self.sync = None  # its device, and the turns of its sides, are the parent's
         self.is_closed = self.is_forked = True
+
+    def observe(self) -> None:
+        """Look at what other processes have changed: nothing, here."""
+
+    def close(self) -> None:
+        """Let the content go, and tell everybody who waits."""
+        with self.lock:
+            self.is_closed = True
+            self.tensor, self.kept = torch.empty(0, device="cpu"), None
+            if self.sync is not None:
+                self.sync.close()
+            self.gate.wake()
+            self.grown.notify_all()
+
+    def wait_for(self, version: int, timeout: float | None) -> bool:
+        """Wait until the version is there; return False if the time ran out."""
+        backoff = Backoff(timeout, LOOK_INTERVAL_S)
+        with self.lock:
+            while True:
+                self.check_waiting()
+                if self.version >= version:
+                    return True
+                self.check_not_inside()
+                remaining = backoff.next()
+                if remaining is None:
+                    return False
+                self.waiting += 1
+                try:
+                    self.grown.wait(remaining)
+                finally:
+                    self.waiting -= 1
 
     # -- blocks that nobody leaves
 

@@ -10,6 +10,7 @@ killed loses none. The folder is its user's alone, and in the system's memory.
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import fcntl
 import mmap
@@ -33,31 +34,16 @@ from q4core.plugin_api import PLUGIN_FAULTS
 if TYPE_CHECKING:
     import pathlib
 
-__all__ = [
-    "ASK",
-    "DEAD",
-    "ENDING",
-    "EVENT",
-    "FOLDER",
-    "FRAME",
-    "LIVE",
-    "LOOK_S",
-    "STOP",
-    "TELL",
-    "WELL",
-    "WRONG",
-    "Frame",
-    "Page",
-    "Post",
-    "dumps",
-]
+__all__ = ["FRAME", "LOOK_S", "Frame", "Kind", "Page", "Post", "State", "dumps"]
 
 PREFIX = "q4actors-"
 FRAME = 4096
 """Bytes that Linux reads and writes as a whole."""
 HEAD = struct.Struct("<BBHIQ16s")  # kind, whether the body is a file's name, its bytes, nothing, number, reply to
-TELL, ASK, STOP, WELL, WRONG, EVENT = range(1, 7)
-LIVE, ENDING, DEAD = range(3)
+Kind = enum.IntEnum("Kind", ("TELL", "ASK", "STOP", "WELL", "WRONG", "EVENT"))
+"""What a message is; ``WELL`` and ``WRONG`` are answers."""
+State = enum.IntEnum("State", ("LIVE", "ENDING", "DEAD"), start=0)
+"""Of an actor: whether it takes messages, only handles those that are there, or none."""
 LOOK_S = 0.1
 """Whoever waits looks so often whether the other one still lives."""
 
@@ -122,7 +108,7 @@ class Page:
 
     @property
     def state(self) -> int:
-        """``LIVE``, ``ENDING`` or ``DEAD``."""
+        """A ``State``."""
         return self._state[0]
 
     @property

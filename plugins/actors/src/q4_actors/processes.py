@@ -12,7 +12,6 @@ import os
 import pathlib
 import pickle
 import secrets
-import select
 import signal
 import threading
 import time
@@ -23,27 +22,12 @@ import torch
 
 import q4core as q4
 from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error
+from q4_actors.backoff import Watch
 from q4_actors.errors import ActorDeadError, ActorError, MessageError
-from q4_actors.mailbox import (
-    ASK,
-    DEAD,
-    ENDING,
-    EVENT,
-    FOLDER,
-    FRAME,
-    LIVE,
-    LOOK_S,
-    STOP,
-    TELL,
-    WELL,
-    WRONG,
-    Frame,
-    Page,
-    Post,
-    dumps,
-)
+from q4_actors.mailbox import FRAME, LOOK_S, Frame, Kind, Page, Post, State, dumps
 from q4_actors.memory_report import memory_of
 from q4_actors.placing import refuse_required
+from q4_actors.segment import FOLDER
 from q4_actors.shared import SharedMutableTensor
 from q4_actors.sharing import InSegment, SharedWeight, share_by
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
@@ -68,13 +52,12 @@ class _ReplyBox:
     def __init__(self, post: Post) -> None:
         self._post, self.name = post, f"r{secrets.token_hex(7)}"
         file = post.make_box(self.name, 16)
-        self._file, self._watch = file, select.poll()
-        self._watch.register(file, select.POLLIN)
+        self._file, self._watch = file, Watch(file)
         weakref.finalize(self, _remove_box, file, post.folder / self.name)
 
     def take(self, seconds: float) -> Frame | None:
         """Return the next answer, None if the time runs out."""
-        if not self._watch.poll(seconds * 1000):
+        if not self._watch.wait(seconds):
             return None
         return Frame.read(self._post.folder, os.read(self._file, FRAME))
 
@@ -98,7 +81,7 @@ class ProcessRef(ActorRef):
 
     def tell(self, message: Any, *, timeout: float | None = None) -> None:
         """Send a message; see ``ActorRef.tell``."""
-        self._send(TELL, message, None if timeout is None else time.monotonic() + timeout)
+        self._send(Kind.TELL, message, None if timeout is None else time.monotonic() + timeout)
 
     def ask(self, message: Any, *, timeout: float | None = None) -> Any:
         """Send a message and return the answer; see ``ActorRef.ask``."""
@@ -116,16 +99,16 @@ class ProcessRef(ActorRef):
                     self._post.forget(late)
             raise
         value = pickle.loads(answer.body)  # noqa: S301  # the folder is this user's alone
-        if answer.kind == WELL:
+        if answer.kind == Kind.WELL:
             return value
         raise value
 
     def _await_answer(self, message: Any, box: _ReplyBox, deadline: float | None, timeout: float | None) -> Frame:
         number = next(_NUMBERS)
-        self._send(ASK, message, deadline, number=number, reply=box.name)
+        self._send(Kind.ASK, message, deadline, number=number, reply=box.name)
         while True:
             left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
-            is_dead = self.page.state == DEAD  # looked at before the box: what it answered is there by now
+            is_dead = self.page.state == State.DEAD  # looked at before the box: what it answered is there by now
             answer = box.take(left)
             if answer is None:
                 if is_dead:
@@ -146,17 +129,17 @@ class ProcessRef(ActorRef):
             self._owner.await_end(self._number, timeout)
             return
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self.page.state != DEAD:
+        while self.page.state != State.DEAD:
             if deadline is not None and time.monotonic() > deadline:
                 raise ActorError(f"actor {self.name!r} still handles a message after {timeout} s", actor=self.name)
             time.sleep(0.001)
 
     def begin_stop(self) -> None:
         """Take no further messages, and end after those that are there."""
-        if self.page.state == LIVE:
-            self.page.end(ENDING)
+        if self.page.state == State.LIVE:
+            self.page.end(State.ENDING)
             with contextlib.suppress(BrokenPipeError):
-                self._post.send(self._box, STOP, b"")  # wakes it; where the mailbox is full it is awake
+                self._post.send(self._box, Kind.STOP, b"")  # wakes it; where the mailbox is full it is awake
 
     def kill(self) -> None:
         """Kill the process; see ``ActorRef.kill``."""
@@ -166,7 +149,7 @@ class ProcessRef(ActorRef):
 
     def is_alive(self) -> bool:
         """Return whether it takes messages."""
-        return self.page.state == LIVE
+        return self.page.state == State.LIVE
 
     def memory(self) -> ActorMemory:
         """Return the memory of its process; see ``ActorRef.memory``."""
@@ -186,7 +169,7 @@ class ProcessRef(ActorRef):
     def _send(self, kind: int, message: Any, deadline: float | None, **options: Any) -> None:
         body = dumps(f"a message to actor {self.name!r}", message)
         while True:
-            if self.page.state != LIVE:
+            if self.page.state != State.LIVE:
                 raise dead_error(self.name, self.page.why)
             if self._post.send(self._box, kind, body, **options):
                 return
@@ -217,41 +200,40 @@ def _work(folder: str, number: int, spec: Spec, options: Options, threads: int) 
     _HERE.actor = (post.folder, number)
 
     def report(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
-        post.send_waiting("events", EVENT, dumps("an event", (event, level, fields)))
+        post.send_waiting("events", Kind.EVENT, dumps("an event", (event, level, fields)))
 
     box = os.open(post.folder / f"box{number}", os.O_RDWR | os.O_CLOEXEC)
-    watch = select.poll()
-    watch.register(box, select.POLLIN)
+    watch = Watch(box)
     with q4.using(spec.config):
         life = Life(spec, RestartLimit(options.window, page.times[: options.restarts]), report)
         try:
             life.start()
             while True:
                 if not page.current[0]:  # else its forerunner was killed while it handled that
-                    if page.state == ENDING and not watch.poll(0):
+                    if not watch.wait(0.0 if page.state == State.ENDING else None):
                         break
                     os.readv(box, [page.current])
                 frame = Frame.read(post.folder, page.current)
-                if frame.kind != STOP:
+                if frame.kind != Kind.STOP:
                     _handle(life, spec.name, post, frame)
                 page.current[0] = 0
                 post.forget(frame)
             life.stop()
-            page.end(DEAD)
+            page.end(State.DEAD)
         except ActorDeadError as error:
             page.current[0] = 0
-            page.end(DEAD, error.details["why"])
+            page.end(State.DEAD, error.details["why"])
 
 
 def _handle(life: Life, name: str, post: Post, frame: Frame) -> None:
-    is_asked, label = frame.kind == ASK, f"the answer of actor {name!r}"
+    is_asked, label = frame.kind == Kind.ASK, f"the answer of actor {name!r}"
     if not is_asked:
         life.handle(frame.body, is_asked=False, load=pickle.loads)
         return
     try:
-        kind, body = WELL, dumps(label, life.handle(frame.body, is_asked=True, load=pickle.loads))
+        kind, body = Kind.WELL, dumps(label, life.handle(frame.body, is_asked=True, load=pickle.loads))
     except PLUGIN_FAULTS as error:
-        kind, body = WRONG, _packed_error(label, error)
+        kind, body = Kind.WRONG, _packed_error(label, error)
     _answer(post, frame, kind, body)
 
 
@@ -261,7 +243,7 @@ def _answer(post: Post, frame: Frame, kind: int, body: bytes) -> None:
     except BrokenPipeError:  # whoever asked is gone
         return
     except MessageError as error:
-        post.send_waiting(frame.reply, WRONG, pickle.dumps(error), number=frame.number)
+        post.send_waiting(frame.reply, Kind.WRONG, pickle.dumps(error), number=frame.number)
 
 
 def _packed_error(label: str, error: BaseException) -> bytes:
@@ -390,7 +372,7 @@ class Processes:
         worker.process.start()
 
     def _wake(self) -> None:
-        self._post.send("events", STOP, b"")  # where the mailbox is full, the supervisor is awake
+        self._post.send("events", Kind.STOP, b"")  # where the mailbox is full, the supervisor is awake
 
     def _supervise(self) -> None:
         """Pass on what actors report, and replace those that were killed."""
@@ -407,7 +389,7 @@ class Processes:
 
     def _pass_on(self, data: bytes) -> None:
         frame = Frame.read(self._post.folder, data)
-        if frame.kind == EVENT:
+        if frame.kind == Kind.EVENT:
             event, level, fields = pickle.loads(frame.body)  # noqa: S301  # the folder is this user's alone
             self._post.forget(frame)
             self._report(event, level=level, **fields)
@@ -419,7 +401,7 @@ class Processes:
         with self._lock:
             worker.process.join()
             error = f"its process ended with exit code {worker.process.exitcode}"
-            if page.state == LIVE:
+            if page.state == State.LIVE:
                 self._report("failed", level=logging.WARNING, actor=name, error=error)
                 if RestartLimit(self._options.window, page.times[: self._options.restarts]).allows():
                     self._report("restarted", level=logging.WARNING, actor=name)
@@ -430,9 +412,9 @@ class Processes:
                         error = f"it can't be restarted: {describe_exception(fault)}"
                     else:
                         return
-                page.end(DEAD, f"too many failures, the last: {error}")
+                page.end(State.DEAD, f"too many failures, the last: {error}")
                 self._report("dead", level=logging.ERROR, actor=name, error=error)
-            page.end(DEAD)
+            page.end(State.DEAD)
             self._drain(worker)
             worker.process.close()
             worker.ended.set()
@@ -447,7 +429,7 @@ class Processes:
         for data in waiting:
             frame = Frame.read(self._post.folder, data)
             self._post.forget(frame)
-            if frame.kind == ASK:
+            if frame.kind == Kind.ASK:
                 error = dead_error(worker.spec.name, worker.ref.page.why)
                 with contextlib.suppress(BrokenPipeError):
-                    self._post.send(frame.reply, WRONG, pickle.dumps(error), number=frame.number)
+                    self._post.send(frame.reply, Kind.WRONG, pickle.dumps(error), number=frame.number)

@@ -16,7 +16,7 @@ import q4core as q4
 from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error
 from q4_actors.errors import ActorDeadError, ActorError, MessageError
 from q4_actors.memory_report import ActorMemory, memory_of
-from q4_actors.ray_tensor import BORN, Hub, RayTensor
+from q4_actors.ray_tensor import BORN, Hub, RayTensor, words_of
 from q4_actors.sharing import SharedWeight, forms_of, from_flat, share_by, to_flat
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
@@ -40,7 +40,7 @@ class _Host:
 
     def __init__(self, spec: Spec, options: Options, threads: int, hub: Any) -> None:
         torch.set_num_threads(threads)
-        self._spec, self._hub, self._why = spec, hub, ""
+        self._spec, self._hub, self._why, self._ended = spec, hub, "", threading.Event()
         self._life = Life(spec, RestartLimit(options.window, [float("-inf")] * options.restarts), self._report)
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._report("failed", level=logging.WARNING, actor=spec.name, error="Ray lost its process")
@@ -70,6 +70,12 @@ class _Host:
             self._why = "it was stopped"
             with q4.using(self._spec.config):
                 self._life.stop()
+        ray.get(self._hub.forget.remote(ray.get_runtime_context().get_actor_id()))
+        self._ended.set()
+
+    def stay(self) -> None:
+        """Return when it was stopped: so that its end without that is told by Ray."""
+        self._ended.wait()
 
     def status(self) -> tuple[str, str]:
         """Return which incarnation this is, and why it takes nothing any more, if so; at any time."""
@@ -84,10 +90,10 @@ class _Host:
 
 
 class RayRef(ActorRef):
-    """An actor that Ray runs, as any process of the cluster holds it."""
+    """An actor that Ray runs, as any process of the cluster holds it; ``why`` it takes nothing more of this one."""
 
     def __init__(self, name: str, handle: Any, room: int) -> None:
-        self.name, self._handle, self._room, self._why = name, handle, room, ""
+        self.name, self._handle, self._room, self.why = name, handle, room, ""
 
     def tell(self, message: Any, *, timeout: float | None = None) -> None:
         """Send a message; see ``ActorRef.tell``."""
@@ -113,12 +119,12 @@ class RayRef(ActorRef):
         """End it; see ``ActorRef.stop``."""
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self._handle.stop.remote(), timeout=timeout)
-        self._why = self._why or "it was stopped"
+        self.why = self.why or "it was stopped"
         ray.kill(self._handle)
 
     def begin_stop(self) -> None:
         """Take no further messages of this process, and end after those that are there."""
-        self._why = self._why or "it was stopped"
+        self.why = self.why or "it was stopped"
         with contextlib.suppress(ray.exceptions.RayError):
             self._handle.stop.remote()
 
@@ -132,7 +138,7 @@ class RayRef(ActorRef):
 
     def is_alive(self) -> bool:
         """Return whether it takes messages, or will after a restart."""
-        if self._why:
+        if self.why:
             return False
         with contextlib.suppress(ActorDeadError):
             return not self._get(self._handle.status.remote())[1]
@@ -140,7 +146,7 @@ class RayRef(ActorRef):
 
     def __getstate__(self) -> dict[str, Any]:
         """Send as Ray's handle."""
-        return {**vars(self), "_why": ""}
+        return {**vars(self), "why": ""}
 
     def _get(self, answer: Any) -> Any:
         try:
@@ -151,8 +157,8 @@ class RayRef(ActorRef):
     def _send(self, message: Any, timeout: float | None, *, is_asked: bool) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            if self._why:
-                raise dead_error(self.name, self._why)
+            if self.why:
+                raise dead_error(self.name, self.why)
             try:
                 return self._handle.receive.remote(message, is_asked)
             except ray.exceptions.PendingCallsLimitExceeded:
@@ -170,7 +176,7 @@ class RayRef(ActorRef):
 
     def _dead(self, error: BaseException) -> ActorDeadError:
         """Return the error of an actor that Ray has given up, or whose node is lost."""
-        return dead_error(self.name, f"Ray says: {type(error).__name__}: {' '.join(str(error).split())[:600]}")
+        return dead_error(self.name, words_of(error))
 
 
 class InStore:
@@ -216,6 +222,7 @@ class RayRuntime:
         self._hub: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Hub).remote()
         self._handles: list[Any] = [self._hub]
         self._specs: list[Any] = []
+        self._refs: dict[str, RayRef] = {}
         self._thread = threading.Thread(target=self._pass_on, name="actor events", daemon=True)
         self._thread.start()
 
@@ -239,7 +246,9 @@ class RayRuntime:
             raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
         self._handles.append(handle)
         self._specs.append(kept)
-        return RayRef(spec.name, handle, self._options.mailbox)
+        self._refs[spec.name] = ref = RayRef(spec.name, handle, self._options.mailbox)
+        self._hub.watch.remote(spec.name, handle)
+        return ref
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> RayTensor:
         """Return a tensor that one of Ray's actors keeps, and its object store hands out."""
@@ -263,14 +272,18 @@ class RayRuntime:
         with contextlib.suppress(ray.exceptions.RayError):  # it was killed: the end
             while True:
                 for event, level, fields in ray.get(self._hub.events.remote()):
-                    self._report(event, level=level, **fields)
+                    if event != "lost":
+                        self._report(event, level=level, **fields)
+                    elif not self._refs[fields["actor"]].why:  # else it took too long to stop, and was killed
+                        self._report("dead", level=level, **fields)
 
 
 def _host() -> Any:
     """Return the class of Ray's actors, with calls that don't wait for messages."""
-    for name in ("status", "memory"):
-        setattr(_Host, name, ray.method(concurrency_group="control")(getattr(_Host, name)))
-    return ray.remote(concurrency_groups={"control": 1})(_Host)
+    groups = {"status": "control", "memory": "control", "stay": "stay"}
+    for name, group in groups.items():
+        setattr(_Host, name, ray.method(concurrency_group=group)(getattr(_Host, name)))
+    return ray.remote(concurrency_groups=dict.fromkeys(groups.values(), 1))(_Host)
 
 
 def _cause_of(name: str, error: Any) -> BaseException:

@@ -8,6 +8,9 @@ asked whether it still lives when somebody else wants it: a process that was los
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
+import logging
 import secrets
 import time
 import types
@@ -24,11 +27,9 @@ from q4_actors.snapshot import MutableStats, Snapshot
 from q4_actors.tensor import MutableTensor
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Iterator
 
-    from typing_extensions import Self
-
-__all__ = ["BORN", "Hub", "RayTensor"]
+__all__ = ["BORN", "Hub", "RayTensor", "words_of"]
 
 BORN = secrets.token_hex(8)
 """Which incarnation of its actor this process is."""
@@ -53,6 +54,7 @@ class Hub:
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
         self._events: asyncio.Queue[Any] = asyncio.Queue()
+        self._stopped: set[str] = set()
 
     async def report(self, event: Any) -> None:
         """Keep an event until it is taken."""
@@ -64,6 +66,18 @@ class Hub:
         while not self._events.empty():
             found.append(self._events.get_nowait())
         return found
+
+    async def watch(self, name: str, handle: Any) -> None:
+        """Report an actor that Ray has given up, unless it was stopped."""
+        try:
+            await handle.stay.remote()
+        except ray.exceptions.RayError as error:
+            if handle._actor_id.hex() not in self._stopped:  # noqa: SLF001  # Ray tells it nowhere else
+                await self.report(("lost", logging.ERROR, {"actor": name, "error": words_of(error)}))
+
+    async def forget(self, actor: str) -> None:
+        """Take note that an actor was stopped."""
+        self._stopped.add(actor)
 
     async def add(self, name: str, content: Any, version: int) -> None:
         """Keep a tensor."""
@@ -121,6 +135,11 @@ class Hub:
         return state.version
 
 
+def words_of(error: BaseException) -> str:
+    """Return what Ray says of an actor that it has given up, or whose node is lost."""
+    return f"Ray says: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
+
+
 async def _lives(holder: _Holder) -> bool:
     """Return whether a writer is the incarnation that took the turn."""
     handle, born, _ = holder
@@ -147,7 +166,9 @@ class RayTensor(MutableTensor):
     def __init__(self, hub: Any, name: str, form: tuple[torch.dtype, tuple[int, ...]]) -> None:
         self._hub, self._name, self._form, self._is_closed = hub, name, form, False
         self._mode = MutableMode.VERSIONED
-        self._content: Any = types.SimpleNamespace(label=label_of(name))  # what messages of the base class take
+        self.counts: collections.Counter[str] = collections.Counter()
+        facts = {"dtype": form[0], "shape": torch.Size(form[1]), "device": torch.device("cpu")}
+        self._content: Any = types.SimpleNamespace(label=label_of(name), **facts)  # what the base class looks at
 
     @classmethod
     def create(  # noqa: PLR0913  # the options of one call
@@ -174,21 +195,6 @@ class RayTensor(MutableTensor):
         return made
 
     @property
-    def shape(self) -> torch.Size:
-        """The shape, which never changes."""
-        return torch.Size(self._form[1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype, which never changes."""
-        return self._form[0]
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
-
-    @property
     def version(self) -> int:
         """The number of the newest version.
 
@@ -208,28 +214,33 @@ class RayTensor(MutableTensor):
         return self._is_closed
 
     def stats(self) -> MutableStats:
-        """Raise a ``LifecycleError``: Ray's dashboard counts."""
-        raise q4.LifecycleError(f"{self._content.label} keeps no counts; Ray's dashboard does")
+        """Return what this handle's blocks have done so far; an update copies three times."""
+        names = ("reads", "writes", "snapshots", "failures", "conflicts")
+        copies = 3 * self.counts["writes"] + self.counts["snapshots"]
+        size = self.shape.numel() * self.dtype.itemsize
+        return MutableStats(**{name: self.counts[name] for name in names}, copies=copies, bytes_copied=copies * size)
 
     def read(self, *, timeout: float | None = None, device: str | None = None) -> Any:
         """Return a block that gives ``tensor`` and ``version``; see ``MutableTensor.read``. It never waits."""
         self._check_options(timeout, device)
-        return _Read(self)
+        return _reading(self)
 
     def snapshot(self, *, timeout: float | None = None) -> Snapshot:
         """Return an own copy of one whole version."""
-        with self.read(timeout=timeout) as view:
-            return Snapshot(view.tensor.clone(), view.version)
+        self._check_options(timeout, None)
+        tensor, version = self.content()
+        self.counts["snapshots"] += 1
+        return Snapshot(tensor.clone(), version)
 
     def wait(self, version: int, timeout: float | None = None) -> bool:
         """Wait until the version is at least ``version``; see ``MutableTensor.wait``."""
         check_version(self._content.label, version)
-        return bool(self.call("wait", version, None if timeout is None else to_seconds(self._content.label, timeout)))
+        return bool(self.call("wait", version, to_seconds(self._content.label, timeout)))
 
     def write(self, *, wait: bool = False, timeout: float | None = None, device: str | None = None) -> Any:
         """Return a block that gives the tensor to change; see ``MutableTensor.write``."""
         self._check_options(timeout, device)
-        return _Write(self, timeout if wait else 0.0)
+        return _writing(self, timeout if wait else 0.0)
 
     def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
         """Make a copy of ``tensor`` the next version; see ``MutableTensor.replace``."""
@@ -273,8 +284,7 @@ class RayTensor(MutableTensor):
         return torch.from_numpy(array).view(dtype).view(shape), version
 
     def _check_options(self, timeout: float | None, device: str | None) -> None:
-        if timeout is not None:
-            to_seconds(self._content.label, timeout)
+        to_seconds(self._content.label, timeout)
         if device not in {None, "cpu"}:
             raise q4.ConfigError(self._content.label, name="device", rule="'cpu' on Ray", value=device)
 
@@ -288,56 +298,38 @@ class RayTensor(MutableTensor):
         return f"RayTensor({self._name!r}, {dtype} {list(shape)}{', closed' if self._is_closed else ''})"
 
 
-class _Read:
-    """A ``read()`` block."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def __init__(self, owner: RayTensor) -> None:
-        self._owner = owner
-
-    def __enter__(self) -> Self:
-        """Fetch the newest version."""
-        self.tensor, self.version = self._owner.content()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Let it go."""
-        del self.tensor
+@contextlib.contextmanager
+def _reading(owner: RayTensor) -> Iterator[types.SimpleNamespace]:
+    """Give the newest version, in the store's memory."""
+    tensor, version = owner.content()
+    owner.counts["reads"] += 1
+    view = types.SimpleNamespace(tensor=tensor, version=version)
+    del tensor
+    try:
+        yield view
+    finally:
+        del view.tensor
 
 
-class _Write:
-    """A ``write()`` block."""
-
-    _work: torch.Tensor
-
-    def __init__(self, owner: RayTensor, seconds: float | None) -> None:
-        self._owner, self._seconds = owner, seconds
-        context = ray.get_runtime_context()
-        is_actor = context.get_actor_id() is not None
-        handle = context.current_actor if is_actor else None
-        self._holder = (handle, BORN if is_actor else "", secrets.token_hex(8))
-
-    def __enter__(self) -> torch.Tensor:
-        """Take the turn, and give a copy of the newest version."""
-        if not self._owner.call("begin", self._holder, self._seconds):
-            text = f"{label_of(self._owner.name)} is being written by another actor"
-            raise q4.WriteConflictError(text, hint="Use write(wait=True) or retry.")
-        content, _ = self._owner.content()
-        self._work = content.clone()
-        return self._work.view_as(self._work)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Publish the copy, unless the block failed."""
-        try:
-            version = self._owner.call("end", self._holder, None if kind is not None else _sent(self._work))
-        except ActorError:
-            self._owner.call("end", self._holder, None)
-            raise
-        if version < 0 and kind is None:
-            raise q4.LifecycleError(f"an update of {label_of(self._owner.name)} lost its turn, and is dropped")
+@contextlib.contextmanager
+def _writing(owner: RayTensor, seconds: float | None) -> Iterator[torch.Tensor]:
+    """Take the turn, give a copy of the newest version, and publish it, unless the block failed."""
+    context, label = ray.get_runtime_context(), label_of(owner.name)
+    is_actor = context.get_actor_id() is not None
+    holder = (context.current_actor if is_actor else None, BORN if is_actor else "", secrets.token_hex(8))
+    if not owner.call("begin", holder, seconds):
+        owner.counts["conflicts"] += 1
+        text = f"{label} is being written by another actor"
+        raise q4.WriteConflictError(text, hint="Use write(wait=True) or retry.")
+    try:
+        work = owner.content()[0].clone()
+        yield work.view_as(work)
+        version = owner.call("end", holder, _sent(work))
+    except BaseException:  # also where the store is full
+        owner.counts["failures"] += 1
+        owner.call("end", holder, None)
+        raise
+    if version < 0:
+        owner.counts["failures"] += 1
+        raise q4.LifecycleError(f"an update of {label} lost its turn, and is dropped")
+    owner.counts["writes"] += 1

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from q4_actors.arguments import (
-    MutableMode,
-    check_content,
-    check_first_version,
-    check_version,
-    label_of,
-    to_mode,
-    to_seconds,
-)
+from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode
 from q4_actors.rwlock import HERE
 from q4_actors.segment import MAX_SLOTS, Form, Segment
 from q4_actors.shared_content import SharedContent
 from q4_actors.tensor import MutableTensor
-from q4core import ConfigError, InputError, LifecycleError
+from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,7 +64,7 @@ class SharedMutableTensor(MutableTensor):
             raise InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
         _extension(label)
         form = Form(mode, tensor.dtype, tuple(tensor.shape), _count_of(label, slots, mode))
-        check_first_version(label, version)
+        check_version(label, version, is_first=True)
         self._adopt(Segment.create(label, form, tensor.detach(), version), label, name)
 
     def _adopt(self, segment: Segment, label: str, name: str | None) -> None:
@@ -132,46 +123,6 @@ class SharedMutableTensor(MutableTensor):
         """What another process gives to ``attach``."""
         return self._content.segment.name
 
-    @property
-    def version(self) -> int:
-        """The number of the newest version, of whichever process; 0 is the first content.
-
-        Raises:
-            LifecycleError: It is closed.
-        """
-        content = self._content
-        with content.lock:
-            content.check_size()
-            content.refresh()
-            if content.is_closed:
-                content.check()
-            return content.version
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether ``close()`` was called in this process, or by the maker."""
-        content = self._content
-        with content.lock:
-            content.check_size()
-            content.refresh()
-            return content.is_closed
-
-    def wait(self, version: int, timeout: float | None = None) -> bool:
-        """Wait until the version is at least ``version``; arguments and errors as for ``MutableTensor.wait``.
-
-        What another process writes is seen within a millisecond.
-        """
-        content = self._content
-        check_version(content.label, version)
-        return content.wait_for(version, None if timeout is None else to_seconds(content.label, timeout))
-
-    def close(self) -> None:
-        """Let go of it here; the maker's ``close()`` ends it for all processes. Closing twice is allowed.
-
-        Whoever waits is told; readers inside their block keep their version; an update under way is dropped.
-        """
-        self._content.close()
-
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., MutableTensor], tuple[object, ...]]:  # type: ignore[override]  # it can be pickled
         """Pickle as a handle: another process that unpickles it attaches to the same tensor.
 
@@ -183,28 +134,15 @@ class SharedMutableTensor(MutableTensor):
         form = self._content.segment.form
         return _attached, (type(self), self.segment, self._name, form)
 
-    def __repr__(self) -> str:
-        """Name, mode, form and state."""
-        with self._content.lock, contextlib.suppress(LifecycleError):
-            self._content.check_size()
-            self._content.refresh()
-        return super().__repr__().replace("MutableTensor", "SharedMutableTensor", 1)
-
-    def __copy__(self) -> NoReturn:
-        """Refuse.
+    def __copy__(self, *_: object) -> NoReturn:
+        """Refuse ``copy`` and ``deepcopy``.
 
         Raises:
             LifecycleError: Always.
         """
         super().__reduce_ex__(2)
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            LifecycleError: Always.
-        """
-        super().__reduce_ex__(2)
+    __deepcopy__ = __copy__
 
 
 def _count_of(label: str, slots: int | None, mode: MutableMode) -> int:

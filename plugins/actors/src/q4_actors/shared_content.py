@@ -152,6 +152,11 @@ class SharedContent(Content):
             text = f"{self.label} is lost: somebody has cut its file from {total} bytes to {size}"
             raise LifecycleError(text, hint="Make a new one.")
 
+    def observe(self) -> None:
+        """Look at what other processes have changed."""
+        self.check_size()
+        self.refresh()
+
     def refresh(self) -> None:
         """Look at version and state, which other processes change."""
         words = self.words
@@ -277,8 +282,7 @@ class SharedContent(Content):
     def reclaim(self) -> None:
         """Take back what threads of this process that have ended hold; of processes that ended, the kernel does it."""
         if not self.is_disposed:
-            self.check_size()
-            self.refresh()
+            self.observe()
             self.cells.reclaim()
             self.gate.hand_over()  # also after a block that was collected, which hands over nothing
             super().reclaim()

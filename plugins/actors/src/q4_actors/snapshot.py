@@ -27,7 +27,7 @@ class Snapshot:
 
 @attrs.frozen
 class MutableStats:
-    """What has happened since the tensor was made; of a ``SharedMutableTensor`` by this process alone.
+    """What has happened since the tensor was made; of a ``SharedMutableTensor`` by this process, on Ray by this handle.
 
     Args:
         reads: ``read()`` blocks that were let in.

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
-from q4_actors.arguments import (
-    MutableMode,
-    check_content,
-    check_first_version,
-    check_version,
-    label_of,
-    to_mode,
-    to_seconds,
-)
+from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
 from q4_actors.at_fork import CONTENTS
 from q4_actors.blocks import WriteBlock
 from q4_actors.content import Content, copied
 from q4_actors.dual_view import DeviceSync, to_side
-from q4_actors.rwlock import LOOK_INTERVAL_S
 from q4_actors.snapshot import MutableStats, Snapshot
 from q4core import ConfigError, InputError, LifecycleError
 from q4core.memory import provider_of, was_taken_back
@@ -28,6 +17,7 @@ from q4core.memory import provider_of, was_taken_back
 if TYPE_CHECKING:
     from types import TracebackType
 
+    import torch
     from typing_extensions import Self
 
     from q4_actors.blocks import ReadView
@@ -94,7 +84,7 @@ class MutableTensor:
             text = f"{label} can't begin in memory that was given back to its provider"
             raise LifecycleError(text, hint="Place a new tensor.")
         content = copied(tensor, provider_of(tensor), label) if copy else tensor.detach()
-        check_first_version(label, version)
+        check_version(label, version, is_first=True)
         self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE, version=version)
         if sides is not None or tensor.device.type == "cuda":
             self._content.sync = DeviceSync(self._content, sides)
@@ -129,15 +119,17 @@ class MutableTensor:
 
     @property
     def version(self) -> int:
-        """The number of the newest version; 0 is the first content.
+        """The number of the newest version, of whichever process; 0 is the first content.
 
         Raises:
             LifecycleError: It is closed.
         """
-        with self._content.lock:
-            if self._content.is_closed:
-                self._content.check()
-            return self._content.version
+        content = self._content
+        with content.lock:
+            content.observe()
+            if content.is_closed:
+                content.check()
+            return content.version
 
     @property
     def is_poisoned(self) -> bool:
@@ -148,8 +140,9 @@ class MutableTensor:
 
     @property
     def is_closed(self) -> bool:
-        """Whether ``close()`` was called."""
+        """Whether ``close()`` was called; between processes, in this one or by the maker."""
         with self._content.lock:
+            self._content.observe()
             return self._content.is_closed
 
     def stats(self) -> MutableStats:
@@ -192,10 +185,10 @@ class MutableTensor:
 
     def snapshot(self, *, timeout: float | None = None) -> Snapshot:
         """Return an own copy of one whole version; arguments and errors as for ``read``."""
-        return self._content.snapshot(None if timeout is None else to_seconds(self._content.label, timeout))
+        return self._content.snapshot(to_seconds(self._content.label, timeout))
 
     def wait(self, version: int, timeout: float | None = None) -> bool:
-        """Wait until the version is at least ``version``.
+        """Wait until the version is at least ``version``; another process's is seen within a millisecond.
 
         Args:
             version: The version to wait for.
@@ -212,21 +205,7 @@ class MutableTensor:
         """
         content = self._content
         check_version(content.label, version)
-        deadline = None if timeout is None else time.monotonic() + to_seconds(content.label, timeout)
-        with content.lock:
-            while True:
-                content.check_waiting()
-                if content.version >= version:
-                    return True
-                content.check_not_inside()
-                remaining = LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), LOOK_INTERVAL_S)
-                if remaining <= 0:
-                    return False
-                content.waiting += 1
-                try:
-                    content.grown.wait(remaining)
-                finally:
-                    content.waiting -= 1
+        return content.wait_for(version, to_seconds(content.label, timeout))
 
     # -- writing
 
@@ -251,10 +230,10 @@ class MutableTensor:
             UnifiedMemoryError: ``VERSIONED`` in a provider's memory: there is no room for a further version.
             ConfigError: ``timeout`` or ``device`` is not legal.
         """
-        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
-        block = WriteBlock(self._content, wait, seconds)
+        content = self._content
+        block = WriteBlock(content, wait, None if timeout is None else to_seconds(content.label, timeout))
         if device is not None:
-            block.side = to_side(self._content, device)
+            block.side = to_side(content, device)
         return block
 
     def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
@@ -270,7 +249,7 @@ class MutableTensor:
             WriteConflictError, LifecycleError, PoisonedError, UnifiedMemoryError, ConfigError: As ``write``.
         """
         source = self._fitting("replace", tensor)
-        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
+        seconds = to_seconds(self._content.label, timeout)
         with WriteBlock(self._content, wait, seconds, source) as content:
             if self._mode is MutableMode.IN_PLACE:
                 content.copy_(_apart(source, content))
@@ -288,7 +267,7 @@ class MutableTensor:
             WriteConflictError, UnifiedMemoryError, ConfigError: As ``write``.
         """
         source = None if tensor is None else self._fitting("reset", tensor)
-        seconds = None if timeout is None else to_seconds(self._content.label, timeout)
+        seconds = to_seconds(self._content.label, timeout)
         with WriteBlock(self._content, True, seconds, source, True) as content:  # noqa: FBT003  # as WriteBlock says
             if self._mode is MutableMode.IN_PLACE:
                 content.zero_() if source is None else content.copy_(_apart(source, content))
@@ -307,16 +286,10 @@ class MutableTensor:
     def close(self) -> None:
         """Let the content go; later use is a ``LifecycleError``. Closing twice is allowed.
 
-        Whoever waits is told; readers inside their block keep their version; an update under way is dropped.
+        Whoever waits is told; readers inside their block keep their version; an update under way is dropped. Between
+        processes it is let go of in this one; the maker's ``close()`` ends it for all.
         """
-        content = self._content
-        with content.lock:
-            content.is_closed = True
-            content.tensor, content.kept = torch.empty(0, device="cpu"), None
-            if content.sync is not None:
-                content.sync.close()
-            content.gate.wake()
-            content.grown.notify_all()
+        self._content.close()
 
     def __enter__(self) -> Self:
         """Return itself, to be closed at the end of the block."""
@@ -340,13 +313,10 @@ class MutableTensor:
     def __repr__(self) -> str:
         """Name, mode, form and state."""
         content = self._content
-        state = (
-            "closed"
-            if content.is_closed
-            else "poisoned"
-            if content.poison is not None
-            else f"version {content.version}"
-        )
+        with content.lock, contextlib.suppress(LifecycleError):
+            content.observe()
+        is_known = content.poison is None
+        state = "closed" if content.is_closed else f"version {content.version}" if is_known else "poisoned"
         name = "" if self._name is None else f"{self._name!r}, "
         form = f"{content.dtype} {list(content.shape)} on {content.device}"
-        return f"MutableTensor({name}{self._mode.value}, {form}, {state})"
+        return f"{type(self).__name__}({name}{self._mode.value}, {form}, {state})"
