@@ -64,10 +64,10 @@ struct Avx2 {
     static Floats bf16(const uint8_t* p) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight_halves(p)), 16));
     }
-    static Floats e4m3(const uint8_t* p) {  // to half precision by shift, exact for subnormals too, then times 2^8
-        const __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(eight_bytes(p)), 7);  // the sign is there twice
-        const __m128i half = _mm_and_si128(shifted, _mm_set1_epi16(static_cast<int16_t>(0xbfff)));
-        return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+    static Floats e4m3(const uint8_t* p) {  // as the topmost bits of 2^-120 times the value, exact for subnormals too
+        const __m256i shifted = _mm256_slli_epi32(_mm256_cvtepi8_epi32(eight_bytes(p)), 20);  // the sign is there five times
+        const __m256i bits = _mm256_and_si256(shifted, _mm256_set1_epi32(static_cast<int>(0x87f00000)));
+        return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
     }
     static Floats e8m0(const uint8_t* p) {  // 2^(byte - 127); byte 0 is the subnormal 2^-127
         const __m256i wide = _mm256_cvtepu8_epi32(eight_bytes(p));
