@@ -39,6 +39,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
     const bool is_a16 = c.family == Q4_A16;
     // A signed level's zero is the code's own.
     const bool is_signed = is_a16 ? has_words(m) : kernels.is_wide_signed && has_wide_levels(m);
+    const bool is_single = is_a16 && kernels.arrange_single && pass.direct && pass.rows == 1 && has_words(m);
     const float peak = word_peak(m);
     const auto center = is_signed ? 0 : static_cast<int32_t>(m.bits == 8 ? 128 : m.center);
     alignas(64) float buffer[kChunk];
@@ -65,6 +66,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
             int8_t* levels = to.levels + place * to.chunk_bytes;
             const float scale = is_a16 ? kernels.quantize_words(values, most, peak, levels, sums)
                                        : kernels.quantize(values, most, levels, sums);
+            if (is_single) kernels.arrange_single(levels);
             to.scale[place] = scale;
             is_odd |= std::isnan(scale);
             if (at.sets == 1) sums[0] += sums[1], sums[1] = 0;
