@@ -11,8 +11,8 @@
 namespace q4 {
 namespace {
 
-// Below this many bytes of codes times rows of x, a second thread costs more than it brings.
-constexpr int64_t kThreadWork = 200 * 1024;
+// Below this many bytes of weights times rows of x, a second thread costs more than it brings; of each family.
+constexpr int64_t kThreadWork[] = {160 << 10, 320 << 10, 320 << 10};
 
 // Memory that one thread keeps from call to call: about kScratchBytes at most, because rows of x go in batches.
 constexpr int64_t kScratchBytes = 4 << 20;
@@ -163,7 +163,7 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
                           index.data(), rows, odd.data()};
     parallel(product.pass_count, count * at.chunks * kChunk < 1 << 16 ? 1 : c.threads,
              [&](int64_t from, int64_t to, int) { product.lay_out(from, to); });
-    const int threads = at.tiles * at.tile_bytes * count < kThreadWork ? 1 : team_size(at.tiles, c.threads);
+    const int threads = at.tiles * at.tile_bytes * count < kThreadWork[c.family] ? 1 : team_size(at.tiles, c.threads);
     Panel* panels = has_panels ? scratch(t_panels, threads) : nullptr;
     float* tiles = has_panels ? scratch(t_tiles, threads * count * kTileRows) : nullptr;
     parallel(at.tiles, threads, [&](int64_t from, int64_t to, int thread) {
