@@ -15,6 +15,7 @@ import torch
 
 from q4_conformance_faults.fault import LONG, NF4, backend_fault, numeric_fault
 from q4_conformance_faults.toy import Floats, ToyKernel
+from q4core import KernelPath, PathKind, Precision, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +62,22 @@ class SilencesNanInInt8(ToyKernel):
 
     def inputs(self, weight: PackedWeight, x: Tensor, path: str) -> Floats:
         return super().inputs(weight, torch.nan_to_num(x, 0, 0, 0) if path == "dot_w4a8" else x, path)
+
+
+@backend_fault("takes-int16-for-int8", f"TC-09/values/{NF4}/bfloat16/int16")
+class TakesInt16ForInt8(ToyKernel):
+    """Has a path for int16 activations, and rounds them to int8 there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, precisions={Precision.W4A32, Precision.W4A16, Precision.W4A8, Precision.W4I16})
+
+    def check(self, request: Request) -> Support:
+        verdict = super().check(request)
+        path = KernelPath("dot_w4i16", (1, None), PathKind.KERNEL, Precision.W4I16, Tier.TUNED)
+        return attrs.evolve(verdict, paths=(*verdict.paths, path))
+
+    def inputs(self, weight: PackedWeight, x: Tensor, path: str) -> Floats:
+        return super().inputs(weight, x, "dot_w4a8" if path == "dot_w4i16" else path)
 
 
 @backend_fault("forgets-bias-of-many-rows", f"TC-09/bias/{NF4}/float32/exact", "M = 48: out_of_bound")

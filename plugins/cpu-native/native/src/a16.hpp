@@ -90,6 +90,39 @@ void a16_direct(const Tile& t, const Activations& x, float* y) {
         for (int r = 0; r < Rows; ++r) V::store(y + r * kTileRows + part * V::kLanes, sum[part][r]);
 }
 
+// One row of x, words: V::SingleWords sums half a chunk, which fits 31 bits.
+template <class V, int ScaleType, bool Halves> void a16_single(const Tile& t, const Activations& x, float* y) {
+    constexpr int kParts = kTileRows / V::kLanes;
+    const typename V::template Pairs<V::kWordPairs> table(t.matrix);
+    typename V::Floats sum[kParts][1];
+    for (auto& part : sum) part[0] = V::zero();
+    Stream<false> stream(t.at, t.data, 0);
+    for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
+        stream.prefetch();
+        const Numbers<V, Q4_NONE, ScaleType> source{t.matrix, t.at, stream.head};
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            typename V::SingleWords dots[kParts];
+#pragma GCC unroll 4
+            for (int step = 4 * half; step < 4 * half + 4; ++step)
+#pragma GCC unroll 4
+                for (int p = 0; p < kParts; ++p) {
+                    const auto codes = V::nibbles(V::line(stream.codes + step / 2 * 64 + p * V::kLanes * 4), step % 2);
+                    const int8_t* levels = x.levels + chunk * kChunk * 2 + step * 8;
+                    if (step % 4)
+                        dots[p].template add<false>(table, codes, levels);
+                    else
+                        dots[p].template add<true>(table, codes, levels);
+                }
+#pragma GCC unroll 4
+            for (int p = 0; p < kParts; ++p)
+                add_set<V, 1, Q4_NONE>(source, Halves ? half : 0, p, x.scale + chunk, x.side + 2 * chunk,
+                                       [&](int) __attribute__((always_inline)) { return V::floats(dots[p].sum()); }, sum[p]);
+        }
+    }
+    for (int p = 0; p < kParts; ++p) V::store(y + p * V::kLanes, sum[p][0]);
+}
+
 template <class V, int Kind, int Second, bool Bytes, bool Halves>
 void a16_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     constexpr int kParts = kTileRows / V::kLanes, kSets = Halves ? 2 : 1;

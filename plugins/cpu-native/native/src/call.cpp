@@ -11,8 +11,8 @@
 namespace q4 {
 namespace {
 
-// Below this many bytes of codes times rows of x, a second thread costs more than it brings.
-constexpr int64_t kThreadWork = 200 * 1024;
+// Below this many bytes of weights times rows of x, a second thread costs more than it brings; of each family.
+constexpr int64_t kThreadWork[] = {160 << 10, 320 << 10, 320 << 10};
 
 // Memory that one thread keeps from call to call: about kScratchBytes at most, because rows of x go in batches.
 constexpr int64_t kScratchBytes = 4 << 20;
@@ -39,6 +39,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
     const bool is_a16 = c.family == Q4_A16;
     // A signed level's zero is the code's own.
     const bool is_signed = is_a16 ? has_words(m) : kernels.is_wide_signed && has_wide_levels(m);
+    const bool is_single = is_a16 && kernels.arrange_single && pass.direct && pass.rows == 1 && has_words(m);
     const float peak = word_peak(m);
     const auto center = is_signed ? 0 : static_cast<int32_t>(m.bits == 8 ? 128 : m.center);
     alignas(64) float buffer[kChunk];
@@ -65,6 +66,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
             int8_t* levels = to.levels + place * to.chunk_bytes;
             const float scale = is_a16 ? kernels.quantize_words(values, most, peak, levels, sums)
                                        : kernels.quantize(values, most, levels, sums);
+            if (is_single) kernels.arrange_single(levels);
             to.scale[place] = scale;
             is_odd |= std::isnan(scale);
             if (at.sets == 1) sums[0] += sums[1], sums[1] = 0;
@@ -161,7 +163,7 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
                           index.data(), rows, odd.data()};
     parallel(product.pass_count, count * at.chunks * kChunk < 1 << 16 ? 1 : c.threads,
              [&](int64_t from, int64_t to, int) { product.lay_out(from, to); });
-    const int threads = at.tiles * at.tile_bytes * count < kThreadWork ? 1 : team_size(at.tiles, c.threads);
+    const int threads = at.tiles * at.tile_bytes * count < kThreadWork[c.family] ? 1 : team_size(at.tiles, c.threads);
     Panel* panels = has_panels ? scratch(t_panels, threads) : nullptr;
     float* tiles = has_panels ? scratch(t_tiles, threads * count * kTileRows) : nullptr;
     parallel(at.tiles, threads, [&](int64_t from, int64_t to, int thread) {

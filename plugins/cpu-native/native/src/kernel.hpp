@@ -113,6 +113,8 @@ struct Kernels {
     void (*pair_rows)(int8_t* levels, int rows) = nullptr;
     const Operations* operations = nullptr;
     SpikeKernel (*spikes)(const q4_matrix&) = nullptr;
+    // NULL, or what puts a chunk of int16 levels that meet words, of the only row of a direct pass, in its kernel's order.
+    void (*arrange_single)(int8_t* levels) = nullptr;
 };
 
 // Those of an instruction set that was compiled in, or NULL; see isa.cpp.

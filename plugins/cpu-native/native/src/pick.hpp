@@ -71,9 +71,12 @@ template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int3
             });
         if (family == Q4_A16)
             return with_pairs<V, kSecond, kBytes>(m, [&](auto kind, auto halves) {
-                return with_scale<decltype(second)::value>(m, [](auto scale) -> DirectKernel {
-                    return a16_direct<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(scale)::value,
-                                      decltype(bytes)::value, decltype(halves)::value>;
+                return with_scale<kSecond>(m, [&](auto scale) -> DirectKernel {
+                    constexpr int kKind = decltype(kind)::value;
+                    if constexpr (V::kHasSingle && Rows == 1 && kKind == V::kWordPairs)
+                        return a16_single<V, decltype(scale)::value, decltype(halves)::value>;
+                    else
+                        return a16_direct<V, Rows, kKind, kSecond, decltype(scale)::value, kBytes, decltype(halves)::value>;
                 });
             });
         if (!kBytes && whole_unit(m.codebook) > 0.0f) return exact_direct<V, Rows, kSecond, kBytes, typename V::WholeBook>;

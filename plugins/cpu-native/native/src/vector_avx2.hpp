@@ -64,10 +64,10 @@ struct Avx2 {
     static Floats bf16(const uint8_t* p) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight_halves(p)), 16));
     }
-    static Floats e4m3(const uint8_t* p) {  // to half precision by shift, exact for subnormals too, then times 2^8
-        const __m128i shifted = _mm_slli_epi16(_mm_cvtepi8_epi16(eight_bytes(p)), 7);  // the sign is there twice
-        const __m128i half = _mm_and_si128(shifted, _mm_set1_epi16(static_cast<int16_t>(0xbfff)));
-        return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+    static Floats e4m3(const uint8_t* p) {  // as the topmost bits of 2^-120 times the value, exact for subnormals too
+        const __m256i shifted = _mm256_slli_epi32(_mm256_cvtepi8_epi32(eight_bytes(p)), 20);  // the sign is there five times
+        const __m256i bits = _mm256_and_si256(shifted, _mm256_set1_epi32(static_cast<int>(0x87f00000)));
+        return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
     }
     static Floats e8m0(const uint8_t* p) {  // 2^(byte - 127); byte 0 is the subnormal 2^-127
         const __m256i wide = _mm256_cvtepu8_epi32(eight_bytes(p));
@@ -185,6 +185,9 @@ struct Avx2 {
 
     // -- dot products of levels with int16 activations, a pair of in-features of each row at once
     static constexpr int kPlainPairs = 0, kLevelPairs = 1, kWordPairs = 2;
+    static Ints nibbles(Ints line, bool is_high) {
+        return _mm256_and_si256(is_high ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+    }
     template <int Kind> struct Pairs {
         __m256i low, high;  // bytes of the table
         explicit Pairs(const q4_matrix& m) {
@@ -202,7 +205,7 @@ struct Avx2 {
                 const __m256i first = is_high && !IsLater ? _mm256_srli_epi32(line, 4) : line;
                 even = _mm256_and_si256(first, mask), odd = _mm256_and_si256(_mm256_srli_epi32(first, 8), mask);
             } else {
-                const __m256i codes = _mm256_and_si256(is_high ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+                const __m256i codes = nibbles(line, is_high);
                 const __m256i bytes = _mm256_shuffle_epi8(low, codes);
                 split(bytes, even, odd);
                 if constexpr (Kind == kWordPairs) {
@@ -232,6 +235,29 @@ struct Avx2 {
     }
     static Sums add_sixteenth(Sums sum, Sums other) { return _mm256_add_epi32(sum, _mm256_srai_epi32(other, 4)); }
     static Floats floats(Sums sum) { return _mm256_cvtepi32_ps(sum); }
+
+    // -- the same of words with one row of x: half a chunk of each row, four in-features at once
+    static constexpr bool kHasSingle = true;
+    // Two interleavings put words together, and leave a row in two lanes: adding these puts the rows in order.
+    struct SingleWords {
+        Ints lower, upper;  // sums of rows 0, 1, 4, 5 and of 2, 3, 6, 7
+        template <bool IsFirst> void add(const Pairs<kWordPairs>& table, Ints codes, const int8_t* levels) {
+            int64_t four;
+            __builtin_memcpy(&four, levels, 8);
+            const __m256i x = _mm256_set1_epi64x(four);
+            const __m256i low = _mm256_shuffle_epi8(table.low, codes), high = _mm256_shuffle_epi8(table.high, codes);
+            const __m256i a = _mm256_madd_epi16(_mm256_unpacklo_epi8(low, high), x);
+            const __m256i b = _mm256_madd_epi16(_mm256_unpackhi_epi8(low, high), x);
+            lower = IsFirst ? a : in_order(_mm256_add_epi32(lower, a));
+            upper = IsFirst ? b : in_order(_mm256_add_epi32(upper, b));
+        }
+        Sums sum() const { return _mm256_hadd_epi32(lower, upper); }
+    };
+    static void arrange_single(int8_t* levels) {  // in-features 0, 2, 4, 6, 1, 3, 5, 7 in their own order
+        const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+        auto* bytes = reinterpret_cast<uint8_t*>(levels);
+        for (int i = 0; i < 64; i += 32) store(bytes + i, _mm256_shuffle_epi8(line(bytes + i), order));
+    }
 };
 
 }  // namespace

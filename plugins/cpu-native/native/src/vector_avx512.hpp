@@ -157,6 +157,7 @@ struct Avx512 {
     }
     static Sums add_sixteenth(Sums sum, Sums other) { return _mm512_add_epi32(sum, _mm512_srai_epi32(other, 4)); }
     static Floats floats(Sums sum) { return _mm512_cvtepi32_ps(sum); }
+    static constexpr bool kHasSingle = false;  // one permutation looks words up
 };
 
 }  // namespace

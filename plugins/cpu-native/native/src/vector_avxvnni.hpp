@@ -9,6 +9,7 @@ namespace {
 struct AvxVnni : Avx2 {
     static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;  // one instruction serves all levels
     static constexpr bool kIsWideSigned = false;
+    static constexpr bool kHasSingle = false;  // not measured
 
     template <int Kind> struct Levels : Avx2::Levels<Avx2::kNarrow> {
         using Avx2::Levels<Avx2::kNarrow>::Levels;

@@ -207,6 +207,7 @@ struct NeonDotprod {
         return vmlal_high_lane_s16(vmlal_lane_s16(sum, vget_low_s16(levels), both, 0), levels, both, 1);
     }
     static Floats floats(Sums sum) { return vcvtq_f32_s32(sum); }
+    static constexpr bool kHasSingle = false;
 };
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
