@@ -91,7 +91,7 @@ def _told(layers: Mapping[str, Q4Linear], tensors: _Tensors) -> dict[str, Any]:
     """Tell layers, each once, and which of them has which names."""
     numbers: dict[int, int] = {}
     kinds: list[dict[str, Any]] = []
-    told = []
+    told: list[dict[str, Any]] = []
     for layer in layers.values():
         if id(layer) not in numbers:
             numbers[id(layer)] = len(told)
@@ -138,7 +138,7 @@ def restore_model(header: dict[str, Any], container: Container, session: Session
     tensors = [container.tensor(index) for index in range(len(container))]
     parameters = [nn.Parameter(item, requires_grad=False) if item.is_floating_point() else None for item in tensors]
     model = empty_transformer(TransformerConfig.from_dict(header["config"]))
-    placed: dict[str, nn.Module] = {**_restored(header, tensors, session)}
+    placed: dict[str, Any] = {**_restored(header, tensors, session)}
     dense = {name: parameters[number] for name, number in header["dense"].items()}
     for path, parts in header["joined"].items():
         owner, name = _owner(model, path)

@@ -90,7 +90,7 @@ class CachedModel:
 
     def _wishes(self) -> dict[str, str]:
         config = q4.resolve_config(self.session.config)
-        return {name: str(getattr(config, name)) for name in _WISHES} | self.asked
+        return {**{name: str(getattr(config, name)) for name in _WISHES}, **self.asked}
 
     def _facts(self) -> dict[str, Any]:
         """Return everything that makes a file stale when it changes."""
