@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -45,6 +46,38 @@ def test_adopts_again() -> None:
     x = torch.randn(2, 64)
     assert torch.equal(layer.adopt(weight)(x), q4.Q4Linear(weight)(x))
     assert layer.weight.format == "nvfp4"
+
+
+def test_adopts_a_prepared_layer() -> None:
+    """A layer takes over what another one prepared, in the same memory, and that one is closed."""
+    bias, x = torch.randn(6), torch.randn(2, 64)
+    given = q4.Q4Linear(_weight(), torch.randn(6))
+    addresses = [buffer.data_ptr() for buffer in given.buffers()]
+    layer = q4.Q4Linear.empty(6, 64, bias, name="proj").adopt(given)
+    assert [buffer.data_ptr() for buffer in layer.buffers()] == addresses
+    assert torch.equal(layer(x), q4.Q4Linear(_weight(), bias)(x))
+    with pytest.raises(q4.LifecycleError, match="closed"):
+        given(x)
+    del given
+    gc.collect()
+    traced = x.clone().requires_grad_()  # by way of the op
+    assert torch.equal(layer(traced), layer(x))
+    assert sum(layer.diagnostics().calls) == 3
+    assert q4.Q4Linear.empty(6, 64).adopt(layer).packed_weight().name == _weight().name
+
+
+def test_refuses_a_prepared_layer_that_does_not_fit() -> None:
+    """Another shape, another dtype, and a layer without a weight are errors that leave both as they were."""
+    layer, closed = q4.Q4Linear.empty(6, 64, name="proj"), q4.Q4Linear(_weight())
+    closed.close()
+    for wrong in (q4.Q4Linear(_weight(8)), q4.Q4Linear(_weight()).half()):
+        with pytest.raises(q4.InputError, match=r"'proj': weight must be 6×64 for torch\.float32"):
+            layer.adopt(wrong)
+        assert wrong.is_prepared
+    for empty in (closed, q4.Q4Linear.empty(6, 64)):
+        with pytest.raises(q4.LifecycleError):
+            layer.adopt(empty)
+    assert not layer.is_prepared
 
 
 def test_meta_bias_waits() -> None:

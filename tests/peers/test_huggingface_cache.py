@@ -1,0 +1,259 @@
+"""Packed layers of transformers' models in the cache: mapped when a model is loaded again, with the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import TYPE_CHECKING, Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import q4_transformers
+import q4core as q4
+from q4_nn.prepared.container import Container, write_container
+from q4_nn.prepared.opening import CacheWarning
+from q4_transformers import HfLinear, Q4Config
+from q4_transformers.quantizer import Q4Quantizer
+from tests.support.events import forget_warnings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # PEFT goes by the older name
+]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},  # biases beside the packed weights
+    "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4},  # transposed matrices
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+IDS = torch.arange(12)[None]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Hide progress bars, and transformers' own words; every warning may be given again."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    forget_warnings()
+    yield
+    transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that saves a random dense model."""
+
+    def write(kind: str = "Llama", name: str = "dense") -> Path:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**{**SIZES, **FAMILIES[kind]})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that loads a folder, quantised in NF4 unless told, through a cache of the test's own."""
+
+    def load_folder(folder: Path, state: str, dtype: torch.dtype = torch.float32, **wishes: Any) -> Any:
+        asked = {"format": "nf4", "cache": tmp_path / "cache", **wishes}
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=Q4Config(**asked), dtype=dtype
+        )
+        assert model.hf_quantizer.cache_state == state
+        return model.eval()
+
+    return load_folder
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """Return the logits of a few tokens."""
+    found: torch.Tensor = model(IDS).logits
+    return found
+
+
+def only_file(cache: Path) -> Path:
+    """Return the one file of a cache."""
+    (found,) = cache.glob("*.q4prep")
+    return found
+
+
+def packed(model: Any) -> dict[str, HfLinear]:
+    """Return the packed layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, HfLinear)}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_second_load_is_the_same_model(
+    kind: str, dense: Callable[..., Path], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first load quantised is mapped by the second, which reads no weight: same bits, same packed weights."""
+    folder = dense(kind)
+    first = load(folder, "written")
+    assert torch.equal(logits(first), logits(load(folder, "off", cache="off")))
+    monkeypatch.delattr(Q4Quantizer, "_weight")
+    again = load(folder, "opened")
+    assert torch.equal(logits(again), logits(first))
+    assert len(packed(again)) > 4
+    for name, layer in packed(again).items():
+        own, other = layer.packed_weight(), packed(first)[name].packed_weight()
+        assert all(torch.equal(one, two) for (_, one), (_, two) in zip(own.tensors(), other.tensors(), strict=True))
+        assert (layer.name, layer.stored_name) == (packed(first)[name].name, packed(first)[name].stored_name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_packed_checkpoint_is_kept_and_saved_alike(
+    dtype: torch.dtype, dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A model from the cache is saved byte for byte as the one that was read; each dtype has a file of its own."""
+    load(dense("Qwen2"), "off", cache="off", format="nf4").save_pretrained(tmp_path / "packed")
+    first = load(tmp_path / "packed", "written", dtype, format=None)
+    again = load(tmp_path / "packed", "opened", dtype, format=None)
+    assert torch.equal(logits(first), logits(again))
+    again.save_pretrained(tmp_path / "again")
+    stored, written = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "again"))
+    assert stored.keys() == written.keys()
+    for key, tensor in stored.items():
+        is_packed = f"{key.partition('.weight')[0]}.weight.absmax" in stored and not key.endswith(".bias")
+        expected = tensor if is_packed else tensor.to(dtype)
+        assert written[key].dtype == expected.dtype
+        assert torch.equal(written[key], expected)
+
+
+def test_adapters_train_and_merge_on_mapped_layers(dense: Callable[..., Path], load: Callable[..., Any]) -> None:
+    """Gradients, copies, and merging by quantising again or densely, are as on layers that were prepared here."""
+    folder = dense()
+    load(folder, "written")
+    merged = []
+    for state, wishes in (("opened", {}), ("off", {"cache": "off"})):
+        torch.manual_seed(1)
+        model = peft.get_peft_model(
+            q4_transformers.prepare_for_training(load(folder, state, **wishes)),
+            peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False),
+        )
+        model(IDS, labels=IDS).loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        plain, _ = q4_transformers.merge(copy.deepcopy(model), exact=True)
+        again, _ = q4_transformers.merge(model, requantize=True)
+        merged.append([*gradients, logits(plain), logits(again)])
+    assert all(torch.equal(one, two) for one, two in zip(*merged, strict=True))
+
+
+def _newer(folder: Path, _: Path) -> None:
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+
+
+def _other_weights(folder: Path, _: Path) -> None:
+    state = load_file(folder / "model.safetensors")
+    save_file({key: value * 1.5 for key, value in state.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def _edited(cache: Path, **header: Any) -> None:
+    found = Container(only_file(cache))
+    tensors = [found.tensor(index).clone() for index in range(len(found))]
+    write_container(only_file(cache), {**found.header, **header}, tensors)
+
+
+def _other_software(_: Path, cache: Path) -> None:
+    facts = Container(only_file(cache)).header["facts"]
+    _edited(cache, facts={**facts, "software": {**facts["software"], "transformers": "5.0.0rc1"}})
+
+
+def _other_backend(_: Path, cache: Path) -> None:
+    told = Container(only_file(cache)).header["model"]
+    _edited(cache, model={**told, "kinds": [{**kind, "backend": "elsewhere"} for kind in told["kinds"]]})
+
+
+def _truncated(_: Path, cache: Path) -> None:
+    os.truncate(only_file(cache), only_file(cache).stat().st_size - 64)
+
+
+def _foreign(folder: Path, cache: Path) -> None:
+    only_file(cache).write_bytes((folder / "model.safetensors").read_bytes())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_newer, _other_weights, _other_software, _other_backend, _truncated, _foreign],
+    ids=lambda item: item.__name__,
+)
+def test_what_does_not_fit_is_made_anew_and_told_once(
+    change: Callable[[Path, Path], None], dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A stale, foreign or damaged file costs one warning and a new file, and never an answer."""
+    folder = dense()
+    load(folder, "written")
+    change(folder, tmp_path / "cache")
+    with pytest.warns(CacheWarning) as caught:
+        again = load(folder, "written")
+    assert len([item for item in caught if item.category is CacheWarning]) == 1
+    assert torch.equal(logits(again), logits(load(folder, "off", cache="off")))
+    assert torch.equal(logits(load(folder, "opened")), logits(again))
+
+
+def test_each_wish_has_a_file_of_its_own(dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path) -> None:
+    """Another format, block size, choice of modules, precision or class of model is no reason to replace a file."""
+    folder = dense()
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"format": "fp4"},
+        {"block_size": 32},
+        {"modules_to_not_convert": ["down_proj"]},
+        {"activation_precision": "exact"},
+    ]
+    plain = [logits(load(folder, "written", **wish)) for wish in wishes]
+    assert len(list((tmp_path / "cache").glob("*.q4prep"))) == len(wishes)
+    for wish, expected in zip(wishes, plain, strict=True):
+        assert torch.equal(logits(load(folder, "opened", **wish)), expected)
+
+
+def test_fewer_layers_take_what_they_need(dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path) -> None:
+    """A config with fewer layers opens the file of all, and one with more than a file has writes it anew."""
+    folder, cache = dense(), tmp_path / "cache"
+    load(folder, "written")
+    for layers, state in ((1, "opened"), (2, "opened")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=Q4Config(format="nf4", cache=cache), num_hidden_layers=layers
+        )
+        assert model.hf_quantizer.cache_state == state
+        assert len(packed(model)) == 7 * layers
+
+
+def test_load_names_the_cache(dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``load(cache=…)`` goes before the configuration's own, and ``Q4_CACHE`` decides for ``auto``."""
+    folder, config = dense(), Q4Config(format="nf4", cache="off")
+    for expected in ("written", "opened"):
+        model, _ = q4_transformers.load(folder, config, cache=tmp_path / "told")
+        assert model.hf_quantizer.cache_state == expected
+    assert config.cache == "off"
+    assert q4_transformers.load(folder, config)[0].hf_quantizer.cache_state == "off"
+    monkeypatch.setenv("Q4_CACHE", str(tmp_path / "told"))
+    assert q4_transformers.load(folder, Q4Config(format="nf4"))[0].hf_quantizer.cache_state == "opened"
+    for wrong in (3, "", None):
+        with pytest.raises(q4.ConfigError, match="cache must be 'auto', 'off' or a folder"):
+            Q4Config(cache=wrong)  # type: ignore[arg-type]  # on purpose
