@@ -1,9 +1,10 @@
 """4-bit models inside transformers: load seconds, memory, prefill and decode, beside other libraries on the same files.
 
-SmolLM2 comes from its GGUF, dequantised, and is quantised by bitsandbytes (NF4, single level) and q4core (NVFP4, in
-compressed-tensors' own layout). The random model has hidden size 2048 and 16 layers. Each run is a process of its own;
-the ways take turns. Seconds of loading are beyond imports, with files in the page cache; memory is the peak of what no
-file backs.
+SmolLM2 comes from its GGUF, dequantised, and is quantised by bitsandbytes (NF4, single level) and q4core (NVFP4 and
+INT4, in compressed-tensors' own layouts). The random model has hidden size 2048 and 16 layers; the one of experts has
+eight in each of 4 layers, and of it memory alone is measured. Each run is a process of its own; the ways take turns.
+Seconds of loading are beyond imports, with files in the page cache; memory is the peak of what no file backs.
+``Q4_CPU_ISA=avx2`` holds every library to AVX2, and names the result: so a machine without AVX-512 would run it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import importlib
 import importlib.metadata
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -32,16 +34,24 @@ from q4_nn.generation.command import find_model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PROMPT, STEPS, LIMIT_S = 128, 16, 900
+GROUP = 32
+"""In-features to a scale of INT4, which divide those of SmolLM2."""
+PROMPT, STEPS, LEAST_STEPS, DECODE_S, LIMIT_S = 128, 16, 3, 6.0, 900
+"""Tokens of the prompt; single tokens at most, at least, and the seconds after which no more are begun."""
 WAYS = {
-    "dense float32": ("dense", "float32", False),
-    "dense bfloat16": ("dense", "bfloat16", False),
-    "q4core NF4": ("nf4", "float32", True),
-    "bitsandbytes NF4": ("nf4", "float32", False),
-    "q4core NVFP4": ("nvfp4", "float32", True),
-    "compressed-tensors NVFP4": ("nvfp4", "bfloat16", False),  # it makes bfloat16 weights, whatever is asked for
+    "dense float32": ("dense", "float32", ""),
+    "dense bfloat16": ("dense", "bfloat16", ""),
+    "q4core NF4": ("nf4", "float32", "q4_transformers"),
+    "bitsandbytes NF4": ("nf4", "float32", "bitsandbytes"),
+    "bitsandbytes NF4, bfloat16": ("nf4", "bfloat16", "bitsandbytes"),  # for which it has kernels, on CPUs with it
+    "q4core NVFP4": ("nvfp4", "float32", "q4_transformers"),
+    "compressed-tensors NVFP4": ("nvfp4", "bfloat16", "compressed_tensors"),  # it makes bfloat16 weights in any case
+    "q4core INT4": ("int4", "float32", "q4_transformers"),
+    "compressed-tensors INT4": ("int4", "float32", "compressed_tensors"),
 }
-"""Way → folder, dtype, and whether q4core loads it."""
+"""Way → folder, dtype, and the library that loads it."""
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""What holds torch to AVX2."""
 LIBRARIES = ("transformers", "bitsandbytes", "compressed-tensors")
 TARGETS = (
     ("NF4 decode, times bitsandbytes", "decode", "q4core NF4", "bitsandbytes NF4", 10.0),
@@ -50,46 +60,110 @@ TARGETS = (
 )
 """Target, figure, way, what it is compared with, and the ratio wanted: of seconds at most, else at least."""
 RANDOM = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 32}
+EXPERTS = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 4, "num_attention_heads": 16}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-_FIELDS = ("load_seconds", "peak_bytes", "prefill", "decode")
+_FIELDS = ("load_seconds", "ready_seconds", "peak_bytes", "prefill", "decode")
 
 
-def _run(folder: str, dtype: str, ours: str, steps: int) -> dict[str, Any]:
+def _run(folder: str, dtype: str, library: str) -> dict[str, Any]:
     """Load a model in this process, and let it read a prompt and say some tokens."""
-    library = importlib.import_module("transformers")
-    library.logging.disable_progress_bar()
+    importlib.import_module("transformers").logging.disable_progress_bar()
+    auto = importlib.import_module("transformers").AutoModelForCausalLM
     options = {"dtype": getattr(torch, dtype)}
-    if ours == "True":
-        options["quantization_config"] = importlib.import_module("q4_transformers").Q4Config()
+    if library:
+        module = importlib.import_module(library)
+    if library == "bitsandbytes" and os.environ.get("Q4_CPU_ISA") == "avx2":
+        module.nn.modules.has_avx512bf16 = lambda: False  # it asks the CPU itself
+    if library == "q4_transformers":
+        options["quantization_config"] = module.Q4Config()
         q4.default_registry().backends()  # plugins are imports
-    else:
-        importlib.import_module("bitsandbytes" if Path(folder).name == "nf4" else "compressed_tensors")
-    before, peak, done = anonymous_bytes(), [0], threading.Event()
-
-    def sample() -> None:
-        while not done.wait(0.002):
-            peak[0] = max(peak[0], anonymous_bytes())
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    started = time.perf_counter()
-    model = library.AutoModelForCausalLM.from_pretrained(folder, **options)
-    told = {"load_seconds": time.perf_counter() - started}
-    tokens = torch.randint(3, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    with _Peak() as peak:
+        started = time.perf_counter()
+        model = auto.from_pretrained(folder, **options)
+        told = {"load_seconds": time.perf_counter() - started}
+        tokens = torch.randint(3, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            model(tokens[:, :2])  # some libraries make their weights at the first call
+        told["ready_seconds"] = time.perf_counter() - started
+    told["peak_bytes"] = peak.bytes
     with torch.inference_mode():
-        model(tokens[:, :2])  # some libraries make their weights at the first call
-        done.set()
-        thread.join()
-        told["peak_bytes"] = max(peak[0], anonymous_bytes()) - before
         started = time.perf_counter()
         found = model(tokens, use_cache=True)
         told["prefill"] = PROMPT / (time.perf_counter() - started)
         model(tokens[:, -1:], past_key_values=found.past_key_values)  # what the first step alone costs
-        started = time.perf_counter()
-        for _ in range(steps):
+        started, steps, seconds = time.perf_counter(), 0, 0.0
+        while steps < LEAST_STEPS or (steps < STEPS and seconds < DECODE_S):
             model(tokens[:, -1:], past_key_values=found.past_key_values)
-        told["decode"] = steps / (time.perf_counter() - started)
+            steps, seconds = steps + 1, time.perf_counter() - started
+        told["decode"] = steps / seconds
     return told
+
+
+def _write_experts(folder: Path, sizes: dict[str, int]) -> None:
+    """Write a random Mixtral with eight experts in each layer, dense in bfloat16 and in NF4."""
+    library = importlib.import_module("transformers")
+    auto = library.AutoModelForCausalLM
+    config = library.MixtralConfig(vocab_size=2048, num_local_experts=8, **sizes)
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+    model.save_pretrained(folder / "dense")
+    del model
+    options = importlib.import_module("q4_transformers").Q4Config(format="nf4")
+    auto.from_pretrained(folder / "dense", quantization_config=options).save_pretrained(folder / "nf4")
+
+
+def _load_experts(folder: str, format_: str) -> dict[str, Any]:
+    """Load a model of experts in this process, quantising it where a format is given, and return what that takes."""
+    library, ours = importlib.import_module("transformers"), importlib.import_module("q4_transformers")
+    library.logging.disable_progress_bar()
+    options = ours.Q4Config(format=format_ or None)
+    q4.default_registry().backends()  # plugins are imports
+    with _Peak() as peak:
+        started = time.perf_counter()
+        model = library.AutoModelForCausalLM.from_pretrained(folder, quantization_config=options)
+        seconds = time.perf_counter() - started
+    rows = ours.explain(model).rows
+    experts = [row for row in rows if ".experts" in row.name]
+    packed = [row for row in experts if row.backend is not None]
+    first = [row for row in packed if row.name.startswith("model.layers.0.mlp.experts.0.")]
+    return {
+        "load_seconds": seconds,
+        "peak_bytes": peak.bytes,
+        "packed_bytes": sum(row.bytes_after for row in rows),
+        "expert_bytes": sum(row.bytes_after for row in first),
+        "expert_layers": len(packed),
+        "dense_expert_modules": len(experts) - len(packed),
+    }
+
+
+class _Peak:
+    """The most memory that no file backs, inside a block, beyond what there was before."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.002):
+            self._note()
+
+    def _note(self) -> None:
+        self.bytes = max(self.bytes, anonymous_bytes() - self._before)
+
+    def __enter__(self) -> _Peak:
+        self._before = anonymous_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._note()
 
 
 _child = functools.partial(run_child, "benchmarks.huggingface", limit_s=LIMIT_S)
@@ -112,20 +186,21 @@ def _write(folder: Path, sizes: dict[str, int] | None) -> None:
     theirs.save_pretrained(folder / "nf4")
     del theirs
     config = importlib.import_module("q4_transformers").Q4Config
-    options = config(format="nvfp4", dialect="compressed-tensors-nvfp4", lossy=True)
-    ours = auto.from_pretrained(folder / "dense", quantization_config=options, dtype=torch.float32)
-    ours.save_pretrained(folder / "nvfp4")
+    for name, own in {"nvfp4": {"lossy": True}, "int4": {"block_size": GROUP}}.items():
+        options = config(format=name, dialect=f"compressed-tensors-{name}", **own)
+        ours = auto.from_pretrained(folder / "dense", quantization_config=options, dtype=torch.float32)
+        ours.save_pretrained(folder / name)
 
 
-def measure(rounds: int, steps: int, sizes: dict[str, int] | None) -> dict[str, dict[str, Any]]:
+def measure(rounds: int, sizes: dict[str, int] | None) -> dict[str, dict[str, Any]]:
     """Return figures by way: seconds, bytes, and tokens per second of the prompt and of single tokens."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _child("write", folder, json.dumps(sizes))
         found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
         for _ in range(rounds):
-            for way, (part, dtype, ours) in WAYS.items():
-                found[way].append(_child("run", folder / part, dtype, ours, steps))
+            for way, (part, dtype, library) in WAYS.items():
+                found[way].append(_child("run", folder / part, dtype, library))
                 print(f"{way}: {found[way][-1]}", flush=True)
     return {
         way: {field: record.summary([item[field] for item in items]) for field in _FIELDS}
@@ -177,7 +252,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             _write(Path(folder), json.loads(rest[0]))
             print("{}")
         else:
-            print(json.dumps(_run(folder, rest[0], rest[1], int(rest[2]))))
+            print(json.dumps(_run(folder, *rest)))
         return
     models: dict[str, Any] = {"SmolLM2-135M": None, "random, 2048 × 16": RANDOM}
     if options.quick:
@@ -188,7 +263,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         "threads": torch.get_num_threads(),
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
         "unit": "seconds, bytes of anonymous memory, tokens per second; a prompt of 128, then single tokens",
-        "models": {name: measure(rounds, 4 if options.quick else STEPS, sizes) for name, sizes in models.items()},
+        "models": {name: measure(rounds, sizes) for name, sizes in models.items()},
     }
     judged = judge(result)
     result["verdicts"] = [one.to_json() for one in judged]
