@@ -52,6 +52,7 @@ WAYS = {
 """Way → folder, dtype, and the library that loads it."""
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 """What holds torch to AVX2."""
+NOT_MEASURED = {"GPTQModel": "as its release 7.7.0 asks for torch 2.14.1 or newer, and this project has 2.13"}
 LIBRARIES = ("transformers", "bitsandbytes", "compressed-tensors")
 TARGETS = (
     ("NF4 decode, times bitsandbytes", "decode", "q4core NF4", "bitsandbytes NF4", 10.0),
@@ -62,6 +63,7 @@ TARGETS = (
 RANDOM = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 32}
 EXPERTS = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 4, "num_attention_heads": 16}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+_MEMORY = "peak memory of loading experts, times the model's and two experts'"
 _FIELDS = ("load_seconds", "ready_seconds", "peak_bytes", "prefill", "decode")
 
 
@@ -117,11 +119,15 @@ def _write_experts(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def _load_experts(folder: str, format_: str) -> dict[str, Any]:
-    """Load a model of experts in this process, quantising it where a format is given, and return what that takes."""
+    """Load a model of experts in this process, quantising it where a format is given, and return what that takes.
+
+    ``expert_bytes`` are those of an expert as the checkpoint has it.
+    """
     library, ours = importlib.import_module("transformers"), importlib.import_module("q4_transformers")
     library.logging.disable_progress_bar()
     options = ours.Q4Config(format=format_ or None)
-    q4.default_registry().backends()  # plugins are imports
+    q4.default_registry().backends()  # plugins are imports, and so is PEFT, which is asked for where there are experts
+    importlib.import_module("q4_transformers.peft").keep_names_of_experts()
     with _Peak() as peak:
         started = time.perf_counter()
         model = library.AutoModelForCausalLM.from_pretrained(folder, quantization_config=options)
@@ -129,13 +135,13 @@ def _load_experts(folder: str, format_: str) -> dict[str, Any]:
     rows = ours.explain(model).rows
     experts = [row for row in rows if ".experts" in row.name]
     packed = [row for row in experts if row.backend is not None]
-    first = [row for row in packed if row.name.startswith("model.layers.0.mlp.experts.0.")]
+    own = "bytes_before" if format_ else "bytes_after"
     return {
         "load_seconds": seconds,
         "peak_bytes": peak.bytes,
-        "packed_bytes": sum(row.bytes_after for row in rows),
-        "expert_bytes": sum(row.bytes_after for row in first),
-        "expert_layers": len(packed),
+        "model_bytes": sum(row.bytes_after for row in rows),
+        "expert_bytes": sum(getattr(row, own) for row in packed if ".layers.0.mlp.experts.0." in row.name),
+        "packed_expert_layers": len(packed),
         "dense_expert_modules": len(experts) - len(packed),
     }
 
@@ -208,14 +214,34 @@ def measure(rounds: int, sizes: dict[str, int] | None) -> dict[str, dict[str, An
     }
 
 
+def measure_experts(sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Return what loading a model of experts takes, packed or quantised meanwhile."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _child("write-experts", folder, json.dumps(sizes))
+        found = {
+            "a checkpoint in NF4": _child("experts", folder / "nf4", ""),
+            "quantised to NF4 while loading": _child("experts", folder / "dense", "nf4"),
+        }
+    for way, told in found.items():
+        print(f"experts, {way}: {told}", flush=True)
+    return found
+
+
 def judge(result: dict[str, Any]) -> list[verdict.Verdict]:
-    """Return which targets are met, for each model; those of decoding were set for AVX2 and the random model."""
+    """Return which targets are met; those of decoding were set for AVX2 and the random model."""
     found = []
     for model, ways in result["models"].items():
         for target, figure, own, other, limit in TARGETS:
+            if figure == "decode" and (result["isa"] != "avx2" or not model.startswith("random")):
+                continue
             ratio = ways[own][figure]["median"] / ways[other][figure]["median"]
             is_most = figure == "load_seconds"
             found.append(verdict.Verdict(target, model, ratio, limit, is_most=is_most, against=other))
+    for way, told in result["experts"].items():
+        limit = told["model_bytes"] + 2 * told["expert_bytes"]
+        ratio = told["peak_bytes"] / limit
+        found.append(verdict.Verdict(_MEMORY, way, ratio, 1.0, is_most=True, against=f"{limit / 1e6:.0f} MB"))
     return found
 
 
@@ -240,41 +266,47 @@ def draw(result: dict[str, Any], path: Path) -> Path:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Measure, write ``transformers.json`` and its picture, and print medians and verdicts."""
+    """Measure, write ``transformers-<isa>.json`` and its picture, and print medians and verdicts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks transformers", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small random model and one round, for development")
+    parser.add_argument("--quick", action="store_true", help="small random models and two rounds, for development")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way and model")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         kind, folder, *rest = options.child
-        if kind == "write":
-            _write(Path(folder), json.loads(rest[0]))
+        if kind.startswith("write"):
+            (_write if kind == "write" else _write_experts)(Path(folder), json.loads(rest[0]))
             print("{}")
         else:
-            print(json.dumps(_run(folder, *rest)))
+            print(json.dumps((_run if kind == "run" else _load_experts)(folder, *rest)))
         return
+    name = isa()
+    os.environ |= AVX2 if name == "avx2" else {}  # for the children
     models: dict[str, Any] = {"SmolLM2-135M": None, "random, 2048 × 16": RANDOM}
     if options.quick:
         models = {"random, small": SMALL}
     rounds = 2 if options.quick else options.rounds
     result: dict[str, Any] = {
-        "isa": isa(),
+        "isa": name,
         "threads": torch.get_num_threads(),
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "not_measured": NOT_MEASURED,
         "unit": "seconds, bytes of anonymous memory, tokens per second; a prompt of 128, then single tokens",
+        "experts": measure_experts(SMALL if options.quick else EXPERTS),
         "models": {name: measure(rounds, sizes) for name, sizes in models.items()},
     }
     judged = judge(result)
     result["verdicts"] = [one.to_json() for one in judged]
     folder = record.BUILD if options.quick else record.RESULTS
-    written = record.write("transformers", result, folder=folder)
-    draw(json.loads(written.read_text(encoding="utf-8")), folder / "transformers.png")
+    written = record.write(f"transformers-{name}", result, folder=folder)
+    draw(json.loads(written.read_text(encoding="utf-8")), written.with_suffix(".png"))
     for model, ways in result["models"].items():
         for way, own in ways.items():
-            seconds, size, prefill, decode = (own[field]["median"] for field in _FIELDS)
-            print(f"{model:<18} {way:<25} load {seconds:6.2f} s, {size / 1e6:7.0f} MB, ", end="")
+            loaded, ready, size, prefill, decode = (own[field]["median"] for field in _FIELDS)
+            print(f"{model:<18} {way:<27} load {loaded:6.2f} s, first token {ready:6.2f} s, {size / 1e6:6.0f} MB, ", end="")
             print(f"prefill {prefill:7.1f}/s, decode {decode:6.2f}/s")
+    for library, reason in NOT_MEASURED.items():
+        print(f"{library}: not measured, {reason}")
     for line in verdict.lines(judged):
         print(line)
     print(f"written: {written}")

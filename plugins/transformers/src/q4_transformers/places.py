@@ -91,6 +91,11 @@ class Names:
             name, _ = rename_source_key(key, [], [], self._prefix, state)
         return str(name)
 
+    def holder(self, key: str) -> str:
+        """Return the path of the module to which a checkpoint's tensor goes, merged or as it is."""
+        name, _ = rename_source_key(key, self._renamings, self._converters, self._prefix, self._state)
+        return str(name).rpartition(".")[0]
+
     def is_float(self, name: str | None) -> bool:
         """Return whether the model has a floating-point tensor of a name."""
         return name in self._state and self._state[name].is_floating_point()
