@@ -34,6 +34,8 @@ from q4_nn.generation.command import find_model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from typing_extensions import Self
+
 GROUP = 32
 """In-features to a scale of INT4, which divide those of SmolLM2."""
 PROMPT, STEPS, LEAST_STEPS, DECODE_S, LIMIT_S = 128, 16, 3, 6.0, 900
@@ -69,8 +71,7 @@ _FIELDS = ("load_seconds", "ready_seconds", "peak_bytes", "prefill", "decode")
 
 def _run(folder: str, dtype: str, library: str) -> dict[str, Any]:
     """Load a model in this process, and let it read a prompt and say some tokens."""
-    importlib.import_module("transformers").logging.disable_progress_bar()
-    auto = importlib.import_module("transformers").AutoModelForCausalLM
+    auto = _warm(folder)
     options = {"dtype": getattr(torch, dtype)}
     if library:
         module = importlib.import_module(library)
@@ -103,7 +104,7 @@ def _run(folder: str, dtype: str, library: str) -> dict[str, Any]:
 
 def _write_experts(folder: Path, sizes: dict[str, int]) -> None:
     """Write a random Mixtral with eight experts in each layer, dense in bfloat16 and in NF4."""
-    library = importlib.import_module("transformers")
+    library = _write_first(folder)
     auto = library.AutoModelForCausalLM
     config = library.MixtralConfig(vocab_size=2048, num_local_experts=8, **sizes)
     with torch.device("meta"):
@@ -123,14 +124,12 @@ def _load_experts(folder: str, format_: str) -> dict[str, Any]:
 
     ``expert_bytes`` are those of an expert as the checkpoint has it.
     """
-    library, ours = importlib.import_module("transformers"), importlib.import_module("q4_transformers")
-    library.logging.disable_progress_bar()
+    auto, ours = _warm(folder), importlib.import_module("q4_transformers")
     options = ours.Q4Config(format=format_ or None)
-    q4.default_registry().backends()  # plugins are imports, and so is PEFT, which is asked for where there are experts
-    importlib.import_module("q4_transformers.peft").keep_names_of_experts()
+    q4.default_registry().backends()  # plugins are imports
     with _Peak() as peak:
         started = time.perf_counter()
-        model = library.AutoModelForCausalLM.from_pretrained(folder, quantization_config=options)
+        model = auto.from_pretrained(folder, quantization_config=options)
         seconds = time.perf_counter() - started
     rows = ours.explain(model).rows
     experts = [row for row in rows if ".experts" in row.name]
@@ -161,7 +160,7 @@ class _Peak:
     def _note(self) -> None:
         self.bytes = max(self.bytes, anonymous_bytes() - self._before)
 
-    def __enter__(self) -> _Peak:
+    def __enter__(self) -> Self:
         self._before = anonymous_bytes()
         self._thread.start()
         return self
@@ -175,13 +174,33 @@ class _Peak:
 _child = functools.partial(run_child, "benchmarks.huggingface", limit_s=LIMIT_S)
 
 
+def _warm(folder: str) -> Any:
+    """Load the small model beside a folder, as much is imported with a process's first one; return the class."""
+    library = importlib.import_module("transformers")
+    library.logging.disable_progress_bar()
+    library.AutoModelForCausalLM.from_pretrained(Path(folder).parent / "first")
+    return library.AutoModelForCausalLM
+
+
+def _write_first(folder: Path) -> Any:
+    """Write that small model; return the library."""
+    library = importlib.import_module("transformers")
+    model = library.AutoModelForCausalLM.from_config(library.LlamaConfig(vocab_size=64, **SMALL))
+    model.save_pretrained(folder / "first")
+    return library
+
+
 def _write(folder: Path, sizes: dict[str, int] | None) -> None:
     """Write SmolLM2, or a random model of some sizes, dense and in four bits."""
-    library = importlib.import_module("transformers")
+    library = _write_first(folder)
     auto = library.AutoModelForCausalLM
     if sizes is None:
         file = find_model("smollm2")
-        model = auto.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        read = auto.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        del read.config.quantization_config  # GGUF's, which can't be saved
+        model = auto.from_config(read.config, dtype=torch.float32)
+        model.load_state_dict(read.state_dict())
+        del read
     else:
         torch.manual_seed(0)
         model = auto.from_config(library.LlamaConfig(vocab_size=2048, **sizes), dtype=torch.float32)
@@ -281,7 +300,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             print(json.dumps((_run if kind == "run" else _load_experts)(folder, *rest)))
         return
     name = isa()
-    os.environ |= AVX2 if name == "avx2" else {}  # for the children
+    os.environ |= {"Q4_CACHE": "off", **(AVX2 if name == "avx2" else {})}  # for the children
     models: dict[str, Any] = {"SmolLM2-135M": None, "random, 2048 × 16": RANDOM}
     if options.quick:
         models = {"random, small": SMALL}
@@ -303,7 +322,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     for model, ways in result["models"].items():
         for way, own in ways.items():
             loaded, ready, size, prefill, decode = (own[field]["median"] for field in _FIELDS)
-            print(f"{model:<18} {way:<27} load {loaded:6.2f} s, first token {ready:6.2f} s, {size / 1e6:6.0f} MB, ", end="")
+            print(f"{model:<18} {way:<27} load {loaded:6.2f} s, ready {ready:6.2f} s, {size / 1e6:6.0f} MB, ", end="")
             print(f"prefill {prefill:7.1f}/s, decode {decode:6.2f}/s")
     for library, reason in NOT_MEASURED.items():
         print(f"{library}: not measured, {reason}")
