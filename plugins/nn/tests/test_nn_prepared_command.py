@@ -46,7 +46,7 @@ def test_prepare_list_verify_prune(tiny_llama: Path, tmp_path: Path, monkeypatch
     only_file(cache).write_bytes(data)
     verified = invoke(cache, monkeypatch, "cache", "verify")
     assert verified.exit_code == 2
-    assert "tensors are damaged" in verified.stdout
+    assert "damaged, the first is number" in verified.stdout
     only_file(cache).write_bytes(b"nothing of ours")
     assert json.loads(invoke(cache, monkeypatch, "cache", "verify", "--json").stdout)["files"][0]["fault"]
     assert "start must be" in invoke(cache, monkeypatch, "cache", "list").stdout

@@ -67,8 +67,12 @@ def _refusal(name: str) -> PackedWeightError:
             break
         frame = frame.f_back
     if kind != "lora":
-        hint = "LoRA and DoRA run on packed layers; for another kind load the model dense, or name other target_modules."
-        return PackedWeightError(f"adapters of the kind {kind} need a dense weight, and ask for its {name!r}", hint=hint)
+        hint = (
+            "LoRA and DoRA run on packed layers; for another kind load the model dense, or name other target_modules."
+        )
+        return PackedWeightError(
+            f"adapters of the kind {kind} need a dense weight, and ask for its {name!r}", hint=hint
+        )
     hint = (
         "Merge adapters by q4_transformers.merge(model, exact=True), or with requantize=True; leave "
         "init_lora_weights as it is, or 'gaussian'."
