@@ -188,31 +188,41 @@ class WeightOwner(nn.Module):
             layer.bias = bias if isinstance(bias, nn.Parameter) else made
         return layer
 
-    def adopt(self, weight: PackedWeight) -> Self:
+    def adopt(self, weight: PackedWeight | WeightOwner) -> Self:
         """Take a weight in place of what the layer holds, prepared and proven; return the layer.
 
         It runs where the configuration says, else where the weight is. The dtype of the activations stays. A bias
         follows, unless it waits on the meta device for its values. What can fail leaves the layer as it was.
 
         Args:
-            weight: A packed weight of the layer's shape, with data.
+            weight: A packed weight of the layer's shape, with data; or a prepared layer of its shape and dtype, which
+                gives all but its bias away and is closed.
 
         Raises:
-            InputError: ``weight`` is no ``PackedWeight``, or is of another shape or on the meta device.
-            LifecycleError: The layer is closed.
+            InputError: ``weight`` is neither, or is of another shape or dtype or on the meta device.
+            LifecycleError: The layer is closed, or the given one holds no weight.
             BackendUnavailableError, PolicyConflictError, UnknownBackendError, WeightError, UnifiedMemoryError: See
                 ``prepare_layer``.
         """
-        what = f"layer {self.name!r}"
-        require_weight(what, weight)
+        what, shape = f"layer {self.name!r}", (self.out_features, self.in_features)
         if self._closed:
             self._require_ready()
-        shape = (self.out_features, self.in_features)
-        if weight.shape != shape or weight.device.type == "meta":
-            rule = f"{shape[0]}×{shape[1]} and hold data"
-            got = f"{weight.shape[0]}×{weight.shape[1]} on {weight.device}"
+        if isinstance(weight, WeightOwner):
+            weight._require_ready()  # noqa: SLF001  # own class
+            found, dtype = (weight.out_features, weight.in_features), weight.dtype
+        else:
+            require_weight(what, weight)
+            found, dtype = weight.shape, self.dtype
+        if found != shape or dtype is not self.dtype or weight.device.type == "meta":
+            rule = f"{shape[0]}×{shape[1]} for {self.dtype} and hold data"
+            got = f"{found[0]}×{found[1]} for {dtype} on {weight.device}"
             raise InputError(what, name="weight", rule=rule, value=got)
-        self._take(self._prepare(weight, self.dtype, self._content.config))
+        if isinstance(weight, WeightOwner):
+            content = weight._content  # noqa: SLF001  # own class
+            weight.close()  # first, as the op forgets its tag then, which is the layer's own afterwards
+        else:
+            content = self._prepare(weight, self.dtype, self._content.config)
+        self._take(content)
         bias = self._own_bias()
         if bias is not None and not bias.is_meta:
             self.bias = self._as_bias(bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -19,7 +20,7 @@ METHOD = "q4"
 """transformers' name of this quantizer: one of its own would switch on code that is written for another library."""
 _OPTIONS = (
     "format", "block_size", "modules_to_not_convert", "dialect", "lossy", "backend", "compute_path",
-    "activation_precision",
+    "activation_precision", "cache",
 )  # fmt: skip
 
 
@@ -37,6 +38,8 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         backend: As in ``q4core.SessionConfig``, like ``compute_path`` and ``activation_precision``.
         compute_path: See there.
         activation_precision: See there.
+        cache: Where prepared layers are kept, as ``q4_nn.LanguageModel.open`` takes it: ``"auto"`` asks ``Q4_CACHE`` (a
+            folder, or ``off``) and else takes the user's cache folder; ``"off"`` has none; or a folder.
 
     Raises:
         ConfigError, FormatError, DialectError: An option is not legal; the message names it.
@@ -53,6 +56,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         backend: str | None = None,
         compute_path: str | None = None,
         activation_precision: str | None = None,
+        cache: str | PathLike[str] = "auto",
         **others: Any,
     ) -> None:
         unknown = sorted(set(others) - {"quant_method"})
@@ -80,6 +84,9 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         self.format, self.block_size, self.modules_to_not_convert = format, block_size, names
         self.dialect, self.lossy, self.backend = dialect, bool(lossy), backend
         self.compute_path, self.activation_precision = compute_path, activation_precision
+        if not isinstance(cache, (str, PathLike)) or not fspath(cache):
+            raise ConfigError("Q4Config", name="cache", rule="'auto', 'off' or a folder", value=cache)
+        self.cache = fspath(cache)
         self.stored: dict[str, Any] | None = None
         self.gguf: Any = None
         self.session_config()

@@ -39,12 +39,19 @@ def config_for(path: str | os.PathLike[str], config: Q4Config | None = None) -> 
     return found
 
 
-def load(path: str | os.PathLike[str], config: Q4Config | None = None, **options: Any) -> tuple[Any, Any]:
+def load(
+    path: str | os.PathLike[str],
+    config: Q4Config | None = None,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
     """Load a model and its tokenizer, packed as the checkpoint stores it.
 
     Args:
         path: A model's folder, or a GGUF file.
         config: What to ask for; ``Q4Config(format="nf4")`` quantises a dense checkpoint.
+        cache: In place of the configuration's ``cache``: ``"auto"``, ``"off"`` or a folder.
         options: For ``from_pretrained``, such as ``dtype`` and ``device_map``.
 
     Returns:
@@ -55,6 +62,9 @@ def load(path: str | os.PathLike[str], config: Q4Config | None = None, **options
         ConfigError, SchemaError: What is asked for, or the checkpoint, does not fit; said before anything is loaded.
     """
     folder = Path(path)
+    if cache is not None:
+        config = copy.copy(config) if config is not None else Q4Config()
+        config.cache = Q4Config(cache=cache).cache
     if folder.suffix == ".gguf" and folder.is_file():
         return _load_gguf(folder, config, options)
     if not folder.is_dir():

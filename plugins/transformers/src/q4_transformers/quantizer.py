@@ -9,6 +9,7 @@ mapping of the files, one at a time.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from q4core.plugin_api import read_config
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from q4_transformers.caching import LayerCache
     from q4_transformers.gguf import GgufFile
     from q4core import Checkpoint, PackedWeight
 
@@ -51,6 +53,9 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         """The entry of config.json that was read."""
         self.reasons: dict[str, str] = {}
         """Module → why it is dense though a format was asked for."""
+        self.cache_state = "off"
+        """What became of the layers' file in the cache: ``opened``, ``written``, ``off`` or why neither."""
+        self._cache: LayerCache | None = None
         self._checkpoint: Checkpoint | None = None
         self._places: list[Place] = []
         self._rooms: list[HfLinear] = []
@@ -80,6 +85,13 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self, model: Any, checkpoint_files: Any = None, device_map: Any = None, dtype: Any = None, **_: Any
     ) -> None:
         config = self.quantization_config
+        source = config.gguf and config.gguf.path
+        if source is None and checkpoint_files:
+            source = Path(checkpoint_files[0]).parent
+        if source is not None and config.cache != "off" and self._is_on_cpu():
+            from q4_transformers.caching import open_layers  # noqa: PLC0415  # for those who want it
+
+            self._cache = open_layers(source, model, config, dtype)
         checkpoint = open_files(checkpoint_files) if config.gguf is None else q4.open(config.gguf.path)
         try:
             names = Names(model)
@@ -99,6 +111,11 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             checkpoint.close()
             raise
         self._checkpoint = checkpoint
+
+    def _is_on_cpu(self) -> bool:
+        """Return whether every packed layer will lie on the CPU, as far as is known; others are not kept on disk."""
+        places = self._device_map.values() if isinstance(self._device_map, dict) else ()
+        return all(torch.device(place).type == "cpu" for place in places)
 
     def _read_facts(self, checkpoint: Checkpoint) -> None:
         """Keep what saving needs to know: the dialects, and the checkpoint's own entry of config.json."""
@@ -149,15 +166,22 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         checkpoint, self._checkpoint = self._checkpoint, None
         places, self._places = self._places, []
+        cache, self._cache = self._cache if self._is_on_cpu() else None, None
         if checkpoint is None:
             return model
         drop_conversions(model)
         with checkpoint:
             for place in logging.tqdm(places, desc="Preparing 4-bit layers"):
                 layer = model.get_submodule(place.module)
+                prepared = None if cache is None else cache.take(place)
+                if prepared is not None:
+                    layer.adopt(prepared)
+                    continue
                 weight = self._weight(checkpoint, place)
                 device = self._device_of(place.module)
                 layer.adopt(weight if device is None else weight.to(device))
+        if cache is not None:
+            self.cache_state = cache.keep(model, places)
         return model
 
     def _weight(self, checkpoint: Checkpoint, place: Place) -> PackedWeight:

@@ -1,4 +1,4 @@
-"""A model's file: its modules and prepared layers as JSON, and all of its tensors in one container."""
+"""A model's file: its modules and prepared layers as JSON, and all of its tensors in one container; or layers alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder, empty_
 from q4core import CheckpointError, LifecycleError, Q4Linear, adopt_prepared, export_prepared
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from q4_nn.models.transformer import Transformer
     from q4_nn.prepared.container import Container
     from q4core import Session
 
-__all__ = ["restore_model", "tell_model"]
+__all__ = ["restore_layers", "restore_model", "tell_layers", "tell_model"]
 
 
 @attrs.define(eq=False)
@@ -45,20 +47,15 @@ def tell_model(model: Transformer) -> tuple[dict[str, Any], list[torch.Tensor]]:
             the CPU, or a module that no loader of ours places.
     """
     tensors = _Tensors()
-    numbers: dict[int, int] = {}
-    kinds: list[dict[str, Any]] = []
-    layers: list[dict[str, Any]] = []
-    places: dict[str, int] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers = {path: module for path, module in modules.items() if type(module) is Q4Linear}
     joined: dict[str, Any] = {}
     embeddings: dict[str, str] = {}
     dense: dict[str, int] = {}
     plain = dict(empty_transformer(model.config).named_modules(remove_duplicate=False))
-    for path, module in model.named_modules(remove_duplicate=False):
-        if type(module) is Q4Linear:
-            if id(module) not in numbers:
-                numbers[id(module)] = len(layers)
-                layers.append(_tell_layer(module, kinds, tensors))
-            places[path] = numbers[id(module)]
+    told = _told(layers, tensors)
+    for path, module in modules.items():
+        if path in layers:
             continue
         if type(module) is JoinedLinear:
             joined[path] = [list(sizes) for sizes in module.parts]
@@ -71,15 +68,35 @@ def tell_model(model: Transformer) -> tuple[dict[str, Any], list[torch.Tensor]]:
     factors = next((module.factors for module in model.modules() if isinstance(module, RotaryEmbedding)), None)
     header = {
         "config": model.config.to_dict(),
-        "kinds": kinds,
-        "layers": layers,
-        "places": places,
+        **told,
         "joined": joined,
         "embeddings": embeddings,
         "dense": dense,
         "factors": None if factors is None else tensors.add(factors),
     }
     return header, tensors.kept
+
+
+def tell_layers(layers: Mapping[str, Q4Linear]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Tell prepared layers by their names, as what JSON holds and tensors that ``restore_layers`` takes up again.
+
+    Raises:
+        LifecycleError: One can't be told: its backend does not describe its layout, or it is not on the CPU.
+    """
+    tensors = _Tensors()
+    return _told(layers, tensors), tensors.kept
+
+
+def _told(layers: Mapping[str, Q4Linear], tensors: _Tensors) -> dict[str, Any]:
+    """Tell layers, each once, and which of them has which names."""
+    numbers: dict[int, int] = {}
+    kinds: list[dict[str, Any]] = []
+    told = []
+    for layer in layers.values():
+        if id(layer) not in numbers:
+            numbers[id(layer)] = len(told)
+            told.append(_tell_layer(layer, kinds, tensors))
+    return {"kinds": kinds, "layers": told, "places": {name: numbers[id(layer)] for name, layer in layers.items()}}
 
 
 def _tell_layer(layer: Q4Linear, kinds: list[dict[str, Any]], tensors: _Tensors) -> dict[str, Any]:
@@ -94,6 +111,22 @@ def _tell_layer(layer: Q4Linear, kinds: list[dict[str, Any]], tensors: _Tensors)
     return told | {"bias": None if layer.bias is None else tensors.add(layer.bias)}
 
 
+def restore_layers(header: dict[str, Any], container: Container, session: Session) -> dict[str, Q4Linear]:
+    """Return the layers that ``tell_layers`` told, over the container's tensors; errors are ``restore_model``'s."""
+    tensors = [container.tensor(index) for index in range(len(container))]
+    return _restored(header, tensors, session)
+
+
+def _restored(header: dict[str, Any], tensors: Sequence[torch.Tensor], session: Session) -> dict[str, Q4Linear]:
+    """Return the layers by their names; a bias is a tensor of the file as it is."""
+    layers = []
+    for told in header["layers"]:
+        whole = {**header["kinds"][told["kind"]], "name": told["name"], "notes": told["notes"]}
+        bias = None if told["bias"] is None else tensors[told["bias"]]
+        layers.append(adopt_prepared(whole, [tensors[index] for index in told["tensors"]], session, bias=bias))
+    return {name: layers[number] for name, number in header["places"].items()}
+
+
 def restore_model(header: dict[str, Any], container: Container, session: Session) -> Transformer:
     """Return the model that ``tell_model`` told, over the container's mapped tensors, in evaluation mode.
 
@@ -105,13 +138,7 @@ def restore_model(header: dict[str, Any], container: Container, session: Session
     tensors = [container.tensor(index) for index in range(len(container))]
     parameters = [nn.Parameter(item, requires_grad=False) if item.is_floating_point() else None for item in tensors]
     model = empty_transformer(TransformerConfig.from_dict(header["config"]))
-    layers: list[nn.Module] = []
-    for told in header["layers"]:
-        whole = {**header["kinds"][told["kind"]], "name": told["name"], "notes": told["notes"]}
-        bias = None if told["bias"] is None else parameters[told["bias"]]
-        given = [tensors[index] for index in told["tensors"]]
-        layers.append(adopt_prepared(whole, given, session, bias=bias))
-    placed = {path: layers[number] for path, number in header["places"].items()}
+    placed: dict[str, nn.Module] = {**_restored(header, tensors, session)}
     dense = {name: parameters[number] for name, number in header["dense"].items()}
     for path, parts in header["joined"].items():
         owner, name = _owner(model, path)

@@ -23,12 +23,11 @@ from q4_nn.prepared.model import restore_model, tell_model
 from q4core.plugin_api import describe_exception, emit, open_regular, warn_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import nn
 
-    from q4_nn.models.transformer import Transformer
     from q4_nn.prepared.container import Container
     from q4_nn.prepared.store import Store
 
@@ -56,11 +55,19 @@ class CachedModel:
         store: The cache.
         source: The model's file or folder.
         session: What its layers are prepared under.
+        tell: What is stored of a model: what JSON holds, and tensors. A ``LifecycleError`` says that it can't be.
+        restore: The model again, of the header, the open file and the session.
+        asked: What else the source is read by; another model lies beside it, and never in its place.
+        software: Versions of what else takes part in reading; another one makes the file stale.
     """
 
     store: Store
     source: Path
     session: q4.Session
+    tell: Callable[[Any], tuple[dict[str, Any], list[torch.Tensor]]] = tell_model
+    restore: Callable[[dict[str, Any], Container, q4.Session], Any] = restore_model
+    asked: Mapping[str, str] = attrs.field(kw_only=True, factory=dict)
+    software: Mapping[str, str] = attrs.field(kw_only=True, factory=dict)
     state: str = attrs.field(init=False, default="not asked")
     """``opened`` or ``written``, or why neither."""
     _before: dict[str, Any] | None = attrs.field(init=False, default=None)
@@ -83,13 +90,14 @@ class CachedModel:
 
     def _wishes(self) -> dict[str, str]:
         config = q4.resolve_config(self.session.config)
-        return {name: str(getattr(config, name)) for name in _WISHES}
+        return {name: str(getattr(config, name)) for name in _WISHES} | self.asked
 
     def _facts(self) -> dict[str, Any]:
         """Return everything that makes a file stale when it changes."""
         registry = self.session.registry
         plugins = {record.name: record.source for record in registry.records() if record.state == "loaded"}
         software = {"version": _VERSION, "q4core": q4.__version__, "torch": torch.__version__, "plugins": plugins}
+        software |= self.software
         return {
             "source": _identity(self.source),
             "wishes": self._wishes(),
@@ -122,11 +130,11 @@ class CachedModel:
             self._tell(container.path, f"is stale: its {' and '.join(stale)} changed")
             return None
         text = container.checked_bytes(told["text"])
-        found = use(restore_model(told["model"], container, self.session), told["extra"], text)
+        found = use(self.restore(told["model"], container, self.session), told["extra"], text)
         self._emit("opened", bytes=container.nbytes)
         return found
 
-    def write(self, model: Transformer, extra: dict[str, Any], text: bytes = b"null") -> None:
+    def write(self, model: Any, extra: dict[str, Any], text: bytes = b"null") -> None:
         """Write the model's file; why it can't be written is told.
 
         Args:
@@ -138,7 +146,7 @@ class CachedModel:
         if not self._is_served():
             return
         try:
-            header, tensors = tell_model(model)
+            header, tensors = self.tell(model)
             state = "not cached: the source changed while it was read"
             if self._facts() == self._before:
                 told = {"facts": self._before, "model": header, "extra": extra, "text": len(tensors)}
