@@ -40,7 +40,7 @@ def test_prepare_list_verify_prune(tiny_llama: Path, tmp_path: Path, monkeypatch
     (listed,) = json.loads(invoke(cache, monkeypatch, "cache", "list", "--json").stdout)["files"]
     assert listed["source"] == str(tiny_llama.resolve())
     assert str(tiny_llama.resolve()) in invoke(cache, monkeypatch, "cache", "list").stdout
-    assert "1 files, 0 damaged" in invoke(cache, monkeypatch, "cache", "verify").stdout
+    assert "1 file, 0 damaged" in invoke(cache, monkeypatch, "cache", "verify").stdout
     data = bytearray(only_file(cache).read_bytes())
     data[-1] ^= 1
     only_file(cache).write_bytes(data)
