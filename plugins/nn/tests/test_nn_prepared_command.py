@@ -53,7 +53,7 @@ def test_prepare_list_verify_prune(tiny_llama: Path, tmp_path: Path, monkeypatch
     assert "removed 0 files" in invoke(cache, monkeypatch, "cache", "prune", "--limit", "1GB").stdout
     assert invoke(cache, monkeypatch, "cache", "prune").exit_code == 2
     assert only_file(cache).exists()
-    assert "removed 1 files" in invoke(cache, monkeypatch, "cache", "prune", "--limit", "0").stdout
+    assert "removed 1 file," in invoke(cache, monkeypatch, "cache", "prune", "--limit", "0").stdout
     assert not any(cache.iterdir())
 
 
