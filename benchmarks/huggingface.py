@@ -224,8 +224,7 @@ def _write(folder: Path, sizes: dict[str, int] | None) -> None:
 def _write_int4(model: Any, folder: Path) -> None:
     """Write a model in symmetric INT4: of packed zero points, transformers' loader makes an error of shape."""
     state = model.state_dict()
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
+    state["lm_head.weight"] = state["lm_head.weight"].clone()  # what is there is told to be dense, tied or not
     weights = {
         name: q4.quantize(state.pop(f"{name}.weight"), "int4", block_size=GROUP, name=name, symmetric=True)
         for name, module in model.named_modules()
