@@ -1,9 +1,10 @@
 """4-bit models inside transformers: load seconds, memory, prefill and decode, beside other libraries on the same files.
 
-SmolLM2 comes from its GGUF, dequantised, and is quantised by bitsandbytes (NF4, single level) and q4core (NVFP4, in
-compressed-tensors' own layout). The random model has hidden size 2048 and 16 layers. Each run is a process of its own;
-the ways take turns. Seconds of loading are beyond imports, with files in the page cache; memory is the peak of what no
-file backs.
+SmolLM2 comes from its GGUF, dequantised, and is quantised by bitsandbytes (NF4, single level) and q4core (NVFP4 and
+INT4, in compressed-tensors' own layouts). The random model has hidden size 2048 and 16 layers; the one of experts has
+eight in each of 4 layers, and of it memory alone is measured. Each run is a process of its own; the ways take turns.
+Seconds of loading are beyond imports, with files in the page cache; memory is the peak of what no file backs.
+``Q4_CPU_ISA=avx2`` holds every library to AVX2, and names the result: so a machine without AVX-512 would run it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import importlib
 import importlib.metadata
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -32,80 +34,182 @@ from q4_nn.generation.command import find_model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PROMPT, STEPS, LIMIT_S = 128, 16, 900
+    from typing_extensions import Self
+
+GROUP = 32
+"""In-features to a scale of INT4, which divide those of SmolLM2."""
+PROMPT, STEPS, LEAST_STEPS, DECODE_S, LIMIT_S = 128, 16, 3, 6.0, 900
+"""Tokens of the prompt; single tokens at most, at least, and the seconds after which no more are begun."""
 WAYS = {
-    "dense float32": ("dense", "float32", False),
-    "dense bfloat16": ("dense", "bfloat16", False),
-    "q4core NF4": ("nf4", "float32", True),
-    "bitsandbytes NF4": ("nf4", "float32", False),
-    "q4core NVFP4": ("nvfp4", "float32", True),
-    "compressed-tensors NVFP4": ("nvfp4", "bfloat16", False),  # it makes bfloat16 weights, whatever is asked for
+    "dense float32": ("dense", "float32", ""),
+    "dense bfloat16": ("dense", "bfloat16", ""),
+    "q4core NF4": ("nf4", "float32", "q4_transformers"),
+    "q4core NF4, cached": ("nf4", "float32", "q4_transformers", "cache"),
+    "bitsandbytes NF4": ("nf4", "float32", "bitsandbytes"),
+    "bitsandbytes NF4, bfloat16": ("nf4", "bfloat16", "bitsandbytes"),  # for which it has kernels, on CPUs with it
+    "q4core NVFP4": ("nvfp4", "float32", "q4_transformers"),
+    "compressed-tensors NVFP4": ("nvfp4", "bfloat16", "compressed_tensors"),  # it makes bfloat16 weights in any case
+    "q4core INT4": ("int4", "float32", "q4_transformers"),
+    "compressed-tensors INT4": ("int4", "float32", "compressed_tensors"),
 }
-"""Way → folder, dtype, and whether q4core loads it."""
+"""Way → folder, dtype, the library that loads it, and the folder of its cache of prepared layers, if it has one."""
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""What holds torch to AVX2."""
+NOT_MEASURED = {"GPTQModel": "as its release 7.7.0 asks for torch 2.14.1 or newer, and this project has 2.13"}
 LIBRARIES = ("transformers", "bitsandbytes", "compressed-tensors")
 TARGETS = (
     ("NF4 decode, times bitsandbytes", "decode", "q4core NF4", "bitsandbytes NF4", 10.0),
     ("NF4 decode, times dense float32", "decode", "q4core NF4", "dense float32", 2.0),
     ("NF4 load, times the dense checkpoint's", "load_seconds", "q4core NF4", "dense float32", 1.2),
+    ("NF4 load from a warm cache, times the dense one's", "load_seconds", "q4core NF4, cached", "dense float32", 0.3),
 )
 """Target, figure, way, what it is compared with, and the ratio wanted: of seconds at most, else at least."""
 RANDOM = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 32}
+EXPERTS = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 4, "num_attention_heads": 16}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-_FIELDS = ("load_seconds", "peak_bytes", "prefill", "decode")
+_MEMORY = "peak memory of loading experts, times the model's and two experts'"
+_FIELDS = ("load_seconds", "ready_seconds", "peak_bytes", "prefill", "decode")
 
 
-def _run(folder: str, dtype: str, ours: str, steps: int) -> dict[str, Any]:
+def _run(folder: str, dtype: str, library: str, cache: str = "") -> dict[str, Any]:
     """Load a model in this process, and let it read a prompt and say some tokens."""
-    library = importlib.import_module("transformers")
-    library.logging.disable_progress_bar()
+    auto = _warm(folder)
     options = {"dtype": getattr(torch, dtype)}
-    if ours == "True":
-        options["quantization_config"] = importlib.import_module("q4_transformers").Q4Config()
+    if library:
+        module = importlib.import_module(library)
+    if library == "bitsandbytes" and os.environ.get("Q4_CPU_ISA") == "avx2":
+        module.nn.modules.has_avx512bf16 = lambda: False  # it asks the CPU itself
+    if library == "q4_transformers":
+        options["quantization_config"] = module.Q4Config(cache=str(Path(folder).parent / cache) if cache else "off")
         q4.default_registry().backends()  # plugins are imports
-    else:
-        importlib.import_module("bitsandbytes" if Path(folder).name == "nf4" else "compressed_tensors")
-    before, peak, done = anonymous_bytes(), [0], threading.Event()
-
-    def sample() -> None:
-        while not done.wait(0.002):
-            peak[0] = max(peak[0], anonymous_bytes())
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    started = time.perf_counter()
-    model = library.AutoModelForCausalLM.from_pretrained(folder, **options)
-    told = {"load_seconds": time.perf_counter() - started}
-    tokens = torch.randint(3, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    with _Peak() as peak:
+        started = time.perf_counter()
+        model = auto.from_pretrained(folder, **options)
+        told: dict[str, Any] = {"load_seconds": time.perf_counter() - started}
+        if cache:
+            told["cache"] = model.hf_quantizer.cache_state
+        tokens = torch.randint(3, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode():
+            model(tokens[:, :2])  # some libraries make their weights at the first call
+        told["ready_seconds"] = time.perf_counter() - started
+    told["peak_bytes"] = peak.bytes
     with torch.inference_mode():
-        model(tokens[:, :2])  # some libraries make their weights at the first call
-        done.set()
-        thread.join()
-        told["peak_bytes"] = max(peak[0], anonymous_bytes()) - before
         started = time.perf_counter()
         found = model(tokens, use_cache=True)
         told["prefill"] = PROMPT / (time.perf_counter() - started)
         model(tokens[:, -1:], past_key_values=found.past_key_values)  # what the first step alone costs
-        started = time.perf_counter()
-        for _ in range(steps):
+        started, steps, seconds = time.perf_counter(), 0, 0.0
+        while steps < LEAST_STEPS or (steps < STEPS and seconds < DECODE_S):
             model(tokens[:, -1:], past_key_values=found.past_key_values)
-        told["decode"] = steps / (time.perf_counter() - started)
+            steps, seconds = steps + 1, time.perf_counter() - started
+        told["decode"] = steps / seconds
     return told
+
+
+def _write_experts(folder: Path, sizes: dict[str, int]) -> None:
+    """Write a random Mixtral with eight experts in each layer, dense in bfloat16 and in NF4."""
+    library = _write_first(folder)
+    auto = library.AutoModelForCausalLM
+    config = library.MixtralConfig(vocab_size=2048, num_local_experts=8, **sizes)
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+    model.save_pretrained(folder / "dense")
+    del model
+    options = importlib.import_module("q4_transformers").Q4Config(format="nf4")
+    auto.from_pretrained(folder / "dense", quantization_config=options).save_pretrained(folder / "nf4")
+
+
+def _load_experts(folder: str, format_: str) -> dict[str, Any]:
+    """Load a model of experts in this process, quantising it where a format is given, and return what that takes.
+
+    ``expert_bytes`` are those of an expert as the checkpoint has it.
+    """
+    auto, ours = _warm(folder), importlib.import_module("q4_transformers")
+    options = ours.Q4Config(format=format_ or None)
+    q4.default_registry().backends()  # plugins are imports
+    with _Peak() as peak:
+        started = time.perf_counter()
+        model = auto.from_pretrained(folder, quantization_config=options)
+        seconds = time.perf_counter() - started
+    rows = ours.explain(model).rows
+    experts = [row for row in rows if ".experts" in row.name]
+    packed = [row for row in experts if row.backend is not None]
+    own = "bytes_before" if format_ else "bytes_after"
+    return {
+        "load_seconds": seconds,
+        "peak_bytes": peak.bytes,
+        "model_bytes": sum(row.bytes_after for row in rows),
+        "expert_bytes": sum(getattr(row, own) for row in packed if ".layers.0.mlp.experts.0." in row.name),
+        "packed_expert_layers": len(packed),
+        "dense_expert_modules": len(experts) - len(packed),
+    }
+
+
+class _Peak:
+    """The most memory that no file backs, inside a block, beyond what there was before."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.002):
+            self._note()
+
+    def _note(self) -> None:
+        self.bytes = max(self.bytes, anonymous_bytes() - self._before)
+
+    def __enter__(self) -> Self:
+        self._before = anonymous_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._note()
 
 
 _child = functools.partial(run_child, "benchmarks.huggingface", limit_s=LIMIT_S)
 
 
+def _warm(folder: str) -> Any:
+    """Load the small model beside a folder, as much is imported with a process's first one; return the class."""
+    library = importlib.import_module("transformers")
+    library.logging.disable_progress_bar()
+    library.AutoModelForCausalLM.from_pretrained(Path(folder).parent / "first")
+    return library.AutoModelForCausalLM
+
+
+def _write_first(folder: Path) -> Any:
+    """Write that small model; return the library."""
+    library = importlib.import_module("transformers")
+    model = library.AutoModelForCausalLM.from_config(library.LlamaConfig(vocab_size=64, **SMALL))
+    model.save_pretrained(folder / "first")
+    return library
+
+
 def _write(folder: Path, sizes: dict[str, int] | None) -> None:
     """Write SmolLM2, or a random model of some sizes, dense and in four bits."""
-    library = importlib.import_module("transformers")
+    library = _write_first(folder)
     auto = library.AutoModelForCausalLM
     if sizes is None:
         file = find_model("smollm2")
-        model = auto.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        read = auto.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        del read.config.quantization_config  # GGUF's, which can't be saved
+        model = auto.from_config(read.config, dtype=torch.float32)
+        model.load_state_dict(read.state_dict())
+        del read
     else:
         torch.manual_seed(0)
         model = auto.from_config(library.LlamaConfig(vocab_size=2048, **sizes), dtype=torch.float32)
     model.save_pretrained(folder / "dense")
+    _write_int4(model, folder / "int4")
     del model
     asked = library.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     theirs = auto.from_pretrained(folder / "dense", quantization_config=asked, dtype=torch.float32)
@@ -117,30 +221,182 @@ def _write(folder: Path, sizes: dict[str, int] | None) -> None:
     ours.save_pretrained(folder / "nvfp4")
 
 
-def measure(rounds: int, steps: int, sizes: dict[str, int] | None) -> dict[str, dict[str, Any]]:
+def _write_int4(model: Any, folder: Path) -> None:
+    """Write a model in symmetric INT4: of packed zero points, transformers' loader makes an error of shape."""
+    state = model.state_dict()
+    state["lm_head.weight"] = state["lm_head.weight"].clone()  # what is there is told to be dense, tied or not
+    weights = {
+        name: q4.quantize(state.pop(f"{name}.weight"), "int4", block_size=GROUP, name=name, symmetric=True)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    model.config.save_pretrained(folder)
+    q4.save_checkpoint(folder, weights, dialect="compressed-tensors-int4", dense=state)
+
+
+def _write_experts(folder: Path, sizes: dict[str, int]) -> None:
+    """Write a random Mixtral with eight experts in each layer, dense in bfloat16 and in NF4."""
+    library = _write_first(folder)
+    auto = library.AutoModelForCausalLM
+    config = library.MixtralConfig(vocab_size=2048, num_local_experts=8, **sizes)
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+    model.save_pretrained(folder / "dense")
+    del model
+    options = importlib.import_module("q4_transformers").Q4Config(format="nf4")
+    auto.from_pretrained(folder / "dense", quantization_config=options).save_pretrained(folder / "nf4")
+
+
+def _load_experts(folder: str, format_: str) -> dict[str, Any]:
+    """Load a model of experts in this process, quantising it where a format is given, and return what that takes.
+
+    ``expert_bytes`` are those of an expert as the checkpoint has it.
+    """
+    auto, ours = _warm(folder), importlib.import_module("q4_transformers")
+    options = ours.Q4Config(format=format_ or None)
+    q4.default_registry().backends()  # plugins are imports
+    with _Peak() as peak:
+        started = time.perf_counter()
+        model = auto.from_pretrained(folder, quantization_config=options)
+        seconds = time.perf_counter() - started
+    rows = ours.explain(model).rows
+    experts = [row for row in rows if ".experts" in row.name]
+    packed = [row for row in experts if row.backend is not None]
+    own = "bytes_before" if format_ else "bytes_after"
+    return {
+        "load_seconds": seconds,
+        "peak_bytes": peak.bytes,
+        "model_bytes": sum(row.bytes_after for row in rows),
+        "expert_bytes": sum(getattr(row, own) for row in packed if ".layers.0.mlp.experts.0." in row.name),
+        "packed_expert_layers": len(packed),
+        "dense_expert_modules": len(experts) - len(packed),
+    }
+
+
+class _Peak:
+    """The most memory that no file backs, inside a block, beyond what there was before."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.002):
+            self._note()
+
+    def _note(self) -> None:
+        self.bytes = max(self.bytes, anonymous_bytes() - self._before)
+
+    def __enter__(self) -> Self:
+        self._before = anonymous_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._note()
+
+
+_child = functools.partial(run_child, "benchmarks.huggingface", limit_s=LIMIT_S)
+
+
+def _warm(folder: str) -> Any:
+    """Load the small model beside a folder, as much is imported with a process's first one; return the class."""
+    library = importlib.import_module("transformers")
+    library.logging.disable_progress_bar()
+    library.AutoModelForCausalLM.from_pretrained(Path(folder).parent / "first")
+    return library.AutoModelForCausalLM
+
+
+def _write_first(folder: Path) -> Any:
+    """Write that small model; return the library."""
+    library = importlib.import_module("transformers")
+    model = library.AutoModelForCausalLM.from_config(library.LlamaConfig(vocab_size=64, **SMALL))
+    model.save_pretrained(folder / "first")
+    return library
+
+
+def _write(folder: Path, sizes: dict[str, int] | None) -> None:
+    """Write SmolLM2, or a random model of some sizes, dense and in four bits."""
+    library = _write_first(folder)
+    auto = library.AutoModelForCausalLM
+    if sizes is None:
+        file = find_model("smollm2")
+        read = auto.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        del read.config.quantization_config  # GGUF's, which can't be saved
+        model = auto.from_config(read.config, dtype=torch.float32)
+        model.load_state_dict(read.state_dict())
+        del read
+    else:
+        torch.manual_seed(0)
+        model = auto.from_config(library.LlamaConfig(vocab_size=2048, **sizes), dtype=torch.float32)
+    model.save_pretrained(folder / "dense")
+    _write_int4(model, folder / "int4")
+    del model
+    asked = library.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    theirs = auto.from_pretrained(folder / "dense", quantization_config=asked, dtype=torch.float32)
+    theirs.save_pretrained(folder / "nf4")
+    del theirs
+    config = importlib.import_module("q4_transformers").Q4Config
+    for name, own in {"nvfp4": {"lossy": True}, "int4": {"block_size": GROUP}}.items():
+        options = config(format=name, dialect=f"compressed-tensors-{name}", **own)
+        ours = auto.from_pretrained(folder / "dense", quantization_config=options, dtype=torch.float32)
+        ours.save_pretrained(folder / name)
+
+
+def measure(rounds: int, sizes: dict[str, int] | None) -> dict[str, dict[str, Any]]:
     """Return figures by way: seconds, bytes, and tokens per second of the prompt and of single tokens."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _child("write", folder, json.dumps(sizes))
         found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        for part, *rest in (way for way in WAYS.values() if len(way) > len(WAYS["dense float32"])):
+            _child("run", folder / part, *rest)  # fills the cache
         for _ in range(rounds):
-            for way, (part, dtype, ours) in WAYS.items():
-                found[way].append(_child("run", folder / part, dtype, ours, steps))
+            for way, (part, *rest) in WAYS.items():
+                found[way].append(_child("run", folder / part, *rest))
                 print(f"{way}: {found[way][-1]}", flush=True)
+                assert found[way][-1].get("cache", "opened") == "opened"
     return {
         way: {field: record.summary([item[field] for item in items]) for field in _FIELDS}
         for way, items in found.items()
     }
 
 
+def measure_experts(sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """Return what loading a model of experts takes, packed or quantised meanwhile."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _child("write-experts", folder, json.dumps(sizes))
+        found = {
+            "a checkpoint in NF4": _child("experts", folder / "nf4", ""),
+            "quantised to NF4 while loading": _child("experts", folder / "dense", "nf4"),
+        }
+    for way, told in found.items():
+        print(f"experts, {way}: {told}", flush=True)
+    return found
+
+
 def judge(result: dict[str, Any]) -> list[verdict.Verdict]:
-    """Return which targets are met, for each model; those of decoding were set for AVX2 and the random model."""
+    """Return which targets are met; those of decoding were set for AVX2 and the random model."""
     found = []
     for model, ways in result["models"].items():
         for target, figure, own, other, limit in TARGETS:
+            if figure == "decode" and (result["isa"] != "avx2" or not model.startswith("random")):
+                continue
             ratio = ways[own][figure]["median"] / ways[other][figure]["median"]
             is_most = figure == "load_seconds"
             found.append(verdict.Verdict(target, model, ratio, limit, is_most=is_most, against=other))
+    for way, told in result["experts"].items():
+        limit = told["model_bytes"] + 2 * told["expert_bytes"]
+        ratio = told["peak_bytes"] / limit
+        found.append(verdict.Verdict(_MEMORY, way, ratio, 1.0, is_most=True, against=f"{limit / 1e6:.0f} MB"))
     return found
 
 
@@ -165,41 +421,47 @@ def draw(result: dict[str, Any], path: Path) -> Path:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Measure, write ``transformers.json`` and its picture, and print medians and verdicts."""
+    """Measure, write ``transformers-<isa>.json`` and its picture, and print medians and verdicts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks transformers", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small random model and one round, for development")
+    parser.add_argument("--quick", action="store_true", help="small random models and two rounds, for development")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way and model")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         kind, folder, *rest = options.child
-        if kind == "write":
-            _write(Path(folder), json.loads(rest[0]))
+        if kind.startswith("write"):
+            (_write if kind == "write" else _write_experts)(Path(folder), json.loads(rest[0]))
             print("{}")
         else:
-            print(json.dumps(_run(folder, rest[0], rest[1], int(rest[2]))))
+            print(json.dumps((_run if kind == "run" else _load_experts)(folder, *rest)))
         return
+    name = isa()
+    os.environ |= {"Q4_CACHE": "off", **(AVX2 if name == "avx2" else {})}  # for the children
     models: dict[str, Any] = {"SmolLM2-135M": None, "random, 2048 × 16": RANDOM}
     if options.quick:
         models = {"random, small": SMALL}
     rounds = 2 if options.quick else options.rounds
     result: dict[str, Any] = {
-        "isa": isa(),
+        "isa": name,
         "threads": torch.get_num_threads(),
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "not_measured": NOT_MEASURED,
         "unit": "seconds, bytes of anonymous memory, tokens per second; a prompt of 128, then single tokens",
-        "models": {name: measure(rounds, 4 if options.quick else STEPS, sizes) for name, sizes in models.items()},
+        "experts": measure_experts(SMALL if options.quick else EXPERTS),
+        "models": {name: measure(rounds, sizes) for name, sizes in models.items()},
     }
     judged = judge(result)
     result["verdicts"] = [one.to_json() for one in judged]
     folder = record.BUILD if options.quick else record.RESULTS
-    written = record.write("transformers", result, folder=folder)
-    draw(json.loads(written.read_text(encoding="utf-8")), folder / "transformers.png")
+    written = record.write(f"transformers-{name}", result, folder=folder)
+    draw(json.loads(written.read_text(encoding="utf-8")), written.with_suffix(".png"))
     for model, ways in result["models"].items():
         for way, own in ways.items():
-            seconds, size, prefill, decode = (own[field]["median"] for field in _FIELDS)
-            print(f"{model:<18} {way:<25} load {seconds:6.2f} s, {size / 1e6:7.0f} MB, ", end="")
+            loaded, ready, size, prefill, decode = (own[field]["median"] for field in _FIELDS)
+            print(f"{model:<18} {way:<27} load {loaded:6.2f} s, ready {ready:6.2f} s, {size / 1e6:6.0f} MB, ", end="")
             print(f"prefill {prefill:7.1f}/s, decode {decode:6.2f}/s")
+    for library, reason in NOT_MEASURED.items():
+        print(f"{library}: not measured, {reason}")
     for line in verdict.lines(judged):
         print(line)
     print(f"written: {written}")

@@ -35,6 +35,11 @@ def closest_name(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> 
     return found[0] if found else None
 
 
+def counted(count: int, noun: str) -> str:
+    """Return ``1 layer``, ``2 layers``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 class Q4Error(Exception):
     """Base of every error that q4core raises on purpose.
 

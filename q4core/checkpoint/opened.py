@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.errors import CheckpointError, DialectError, FormatError, LifecycleError, Q4Error, WeightError, closest_name
+from q4core.errors import (
+    CheckpointError,
+    DialectError,
+    FormatError,
+    LifecycleError,
+    Q4Error,
+    WeightError,
+    closest_name,
+    counted,
+)
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
@@ -110,7 +119,7 @@ class Checkpoint(Mapping[str, PackedWeight]):
         """Return path, number of layers and dialects."""
         state = "" if self._source is not None else ", closed"
         dialects = ", ".join(self.schema.dialects) or "no dialect"
-        return f"Checkpoint({str(self.path)!r}, {len(self)} layers in {dialects}{state})"
+        return f"Checkpoint({str(self.path)!r}, {counted(len(self), 'layer')} in {dialects}{state})"
 
     def _blame(self, module: str, error: Q4Error) -> CheckpointError:
         """Say the same of the file: the field becomes the key under which the file has it."""

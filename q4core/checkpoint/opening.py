@@ -19,6 +19,7 @@ from q4core.errors import (
     Q4Error,
     Q4PluginWarning,
     SchemaError,
+    counted,
 )
 from q4core.schema import Problem, Schema, catalogue_of, detect_in, problems_error, require_arguments, validate_in
 
@@ -97,7 +98,7 @@ def _check_schema(schema: Schema, request: OpenRequest, path: str) -> None:
     problems = []
     for (rule, value), modules in sorted(groups.items(), key=lambda group: -len(group[1])):
         first = ", ".join(modules[:_NAMED]) + (", …" if len(modules) > _NAMED else "")
-        count = f"{len(modules)} layer{'s' if len(modules) > 1 else ''}"
+        count = counted(len(modules), "layer")
         problems.append(Problem("unsupported", f"{count} ({first})", rule, value))
     what, hint = "its packed layers are recognised, and none can be read", "`q4 doctor` lists the dialects read here."
     raise SchemaError(f"checkpoint: {what}", where=path, hint=hint, problems=problems, schema=schema)

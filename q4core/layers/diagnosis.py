@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from q4core.errors import counted
 from q4core.selection.result import Selection
 
 if TYPE_CHECKING:
@@ -204,6 +205,6 @@ class Report:
         """Return the report as text."""
         if not self.layers:
             return "no 4-bit layers"
-        total = f"{len(self.layers)} layers, {self.prepared_bytes:,} bytes prepared"
+        total = f"{counted(len(self.layers), 'layer')}, {self.prepared_bytes:,} bytes prepared"
         kept = f" ({self.source_bytes:,} of them sources kept alive)" if self.source_bytes else ""
         return "\n".join([*map(str, self.layers), *map(str, self.programs), *map(str, self.spikes), f"{total}{kept}"])

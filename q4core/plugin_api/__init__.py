@@ -17,7 +17,7 @@ from q4core.checkpoint.opening import find_layers
 from q4core.codec import decode_rows
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit, warn_once
-from q4core.errors import PLUGIN_FAULTS, closest_name
+from q4core.errors import PLUGIN_FAULTS, closest_name, counted
 from q4core.formats import FLOATS
 from q4core.machine import is_plain_call
 from q4core.plugins.discovery import plugin_of_command
@@ -30,6 +30,7 @@ __all__ = [
     "FLOATS",
     "PLUGIN_FAULTS",
     "closest_name",
+    "counted",
     "decode_rows",
     "describe_exception",
     "emit",

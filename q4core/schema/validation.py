@@ -9,7 +9,7 @@ import torch
 
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import warn_once
-from q4core.errors import PLUGIN_FAULTS, Q4Error, Q4PluginWarning, SchemaError
+from q4core.errors import PLUGIN_FAULTS, Q4Error, Q4PluginWarning, SchemaError, counted
 from q4core.formats import FLOATS
 from q4core.schema.catalogue import Problem
 from q4core.schema.detection import (
@@ -70,8 +70,7 @@ def problems_error(
     what: str, problems: Sequence[Problem], where: str | None = None, schema: Schema | None = None
 ) -> SchemaError:
     """Return the error that says how many problems there are, and each of them."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return SchemaError(f"{what}: {count}", problems=problems, where=where, schema=schema)
+    return SchemaError(f"{what}: {counted(len(problems), 'problem')}", problems=problems, where=where, schema=schema)
 
 
 def validate(  # noqa: PLR0913  # the contract's arguments

@@ -12,7 +12,7 @@ import torch
 
 from q4core.backend import Request
 from q4core.diagnostics.events import bound
-from q4core.errors import ConfigError, InputError, LifecycleError
+from q4core.errors import ConfigError, InputError, LifecycleError, counted
 from q4core.layers.adoption import adopted_content
 from q4core.layers.diagnosis import Report
 from q4core.layers.linear import Q4Linear
@@ -167,7 +167,7 @@ class Session:
 
     def __repr__(self) -> str:
         """Return state and number of layers."""
-        return f"Session({'closed' if self._closed else 'open'}, {len(self.layers())} layers, {self.config})"
+        return f"Session({'closed' if self._closed else 'open'}, {counted(len(self.layers()), 'layer')}, {self.config})"
 
 
 _default: Session | None = None

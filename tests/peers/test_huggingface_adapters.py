@@ -236,7 +236,7 @@ def test_requantised_merge_reports_what_is_lost(format_: str, folder: Path) -> N
         assert row.error == pytest.approx(lost, rel=1e-3)
         assert 0 < row.error < 0.2
         assert row.change_error > row.error
-    assert f"{report}".endswith("14 layers were quantised again")
+    assert f"{report}".endswith("14 layers quantised again")
 
 
 def test_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +245,7 @@ def test_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snippets = re.findall(r"^```python\n(.*?)^```", page.split("## Train adapters")[1], re.DOTALL | re.MULTILINE)
     assert len(snippets) == 2
     exec("\n".join(snippets), {"model": _packed(folder), "q4_transformers": q4_transformers})  # noqa: S102  # our page
-    assert "14 layers were quantised again" in capsys.readouterr().out
+    assert "14 layers quantised again" in capsys.readouterr().out
 
 
 def test_example(
@@ -294,3 +294,28 @@ def test_starting_values_that_change_the_weight_are_refused(folder: Path) -> Non
     """PiSSA takes a part of the base weight into the adapter, which a packed one can't give; the error says so."""
     with pytest.raises(q4_transformers.PackedWeightError, match="init_lora_weights"):
         _adapted(_packed(folder), init_lora_weights="pissa")
+
+
+def test_adalora_trains(folder: Path) -> None:
+    """AdaLoRA freezes a weight that is packed, and trains with the gradients of the dequantised one."""
+    packed = _packed(folder)
+    config = peft.AdaLoraConfig(target_modules="all-linear", init_r=4, total_step=10, task_type="CAUSAL_LM")
+    gradients = []
+    for model in (_twin(packed, folder), packed):
+        torch.manual_seed(1)
+        gradients.append(_gradients(peft.get_peft_model(model, config)))
+    theirs, ours = gradients
+    assert len(ours) == 14 * 3
+    for name, gradient in theirs.items():
+        assert float((ours[name] - gradient).abs().max()) <= 1e-4 * float(gradient.abs().max()), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("Hra", {}), ("Hira", {}), ("Shira", {"r": 2}), ("Peanut", {}), ("Frod", {}), ("DeLora", {})]
+)
+def test_adapters_that_need_a_dense_weight_are_named(kind: str, options: dict[str, Any], folder: Path) -> None:
+    """A kind of PEFT that reads or changes the weight is an error that names it, and the kinds that run."""
+    names = {name.lower(): name for name in dir(peft)}
+    config = getattr(peft, names[f"{kind}Config".lower()])(target_modules=["q_proj"], **options)
+    with pytest.raises(q4_transformers.PackedWeightError, match=rf"(?i)kind {kind} .*LoRA and DoRA run"):
+        peft.get_peft_model(_packed(folder), config)(IDS)

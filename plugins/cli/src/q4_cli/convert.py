@@ -10,8 +10,8 @@ import typer
 import q4core as q4
 from q4_cli import options
 from q4_cli.files import Target, open_file, require_readable
-from q4_cli.output import bytes_text, counted, open_output, say
-from q4core.plugin_api import find_dialect
+from q4_cli.output import bytes_text, open_output, say
+from q4core.plugin_api import counted, find_dialect
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

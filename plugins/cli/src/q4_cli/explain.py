@@ -12,7 +12,8 @@ import q4core as q4
 from q4_cli import options
 from q4_cli.failure import CANT_SERVE, describe
 from q4_cli.files import open_file
-from q4_cli.output import counted, natural_key, open_output, say, say_first, say_path
+from q4_cli.output import natural_key, open_output, say, say_first, say_path
+from q4core.plugin_api import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

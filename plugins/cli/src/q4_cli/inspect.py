@@ -10,17 +10,8 @@ import q4core as q4
 from q4_cli import options  # noqa: TC001  # typer reads annotations at run time
 from q4_cli.failure import BAD_INPUT, describe
 from q4_cli.files import open_file
-from q4_cli.output import (
-    bytes_text,
-    counted,
-    first_of,
-    natural_key,
-    open_output,
-    print_table,
-    say,
-    say_first,
-    to_plain,
-)
+from q4_cli.output import bytes_text, first_of, natural_key, open_output, print_table, say, say_first, to_plain
+from q4core.plugin_api import counted
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence

@@ -36,7 +36,6 @@ __all__ = [
     "Output",
     "bytes_text",
     "clean",
-    "counted",
     "first_of",
     "make_console",
     "natural_key",
@@ -119,11 +118,6 @@ def say_first(console: Console, lines: Sequence[str], *, label: str, style: str 
 def first_of(names: Sequence[str]) -> str:
     """Return ``a`` or ``a and 2 more``."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return ``1 layer``, ``2 layers``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:

@@ -10,8 +10,9 @@ import typer
 import q4core as q4
 from q4_cli import options
 from q4_cli.files import Target, open_file, require_readable
-from q4_cli.output import bytes_text, counted, first_of, open_output, print_table, say, say_first
+from q4_cli.output import bytes_text, first_of, open_output, print_table, say, say_first
 from q4_cli.packing import Others, Packing, make_recipe, nothing_to_pack, split_tensors
+from q4core.plugin_api import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -103,11 +103,13 @@ class Q4Experts(nn.Module):
         Args:
             hidden_states: [T, hidden], float.
             top_k_index: [T, k] integer: each token's experts; a number past the last one stands for none.
-            top_k_weights: [T, k] float: the weight of each.
+            top_k_weights: [T, k] float: the weight of each; or [T, E], of every expert (Phi-MoE of transformers 5.0).
 
         Returns:
             [T, hidden], in the dtype of ``hidden_states``.
         """
+        if top_k_weights.shape != top_k_index.shape:
+            top_k_weights = top_k_weights.gather(1, top_k_index.clamp(max=self.num_experts - 1))
         y = torch.zeros_like(hidden_states)
         if torch.compiler.is_compiling():  # in a graph, which tokens an expert has is not known: it runs on all
             for expert in range(self.num_experts):
@@ -184,9 +186,10 @@ def place_experts(
     modules = dict(model.named_modules())
     for name in stored:
         hit = _FUSED.fullmatch(name) or _EACH.fullmatch(name)
-        place = hit and names.rename(f"{hit['holder']}.{_DOWN}")
-        path = (place or "").removesuffix(f".{_DOWN}")
-        if hit and path in modules and path not in skipped and are_experts(modules[path]):
+        # a release may rename the holder, or no more than what it merges
+        keys = (f"{hit['holder']}.{_DOWN}", f"{name}.weight") if hit else ()
+        path = next((path for path in map(names.holder, keys) if path in modules), "")
+        if hit and path not in skipped and are_experts(modules[path]):
             found.setdefault(path, {})[hit["leaf"]] = name
     places: dict[str, str] = {}
     missing: list[str] = []

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 from torch import nn
 
 from q4core import Q4Error, Q4Linear, WeightInfo, dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
 __all__ = ["HfLinear", "PackedWeightError", "dense_state_only"]
 
@@ -32,23 +32,52 @@ def dense_state_only() -> Iterator[None]:
 
 
 class PackedWeightError(Q4Error, AttributeError, code="packed_weight"):
-    """A packed weight was to be changed in place, as adapters are merged into dense ones."""
+    """A packed weight was asked for what a dense one alone has: its numbers, or to be changed in place."""
 
 
 class _LoadedWeight(WeightInfo):
-    """Facts of a weight, marked for transformers: nothing is to be drawn at random for it. It has no ``data``."""
+    """Facts of a weight, marked for transformers: nothing is to be drawn at random for it. It is no tensor."""
 
     _is_hf_initialized = True
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """Return a tensor of the packed weight."""
-        if name in {"data", "to"}:
-            hint = (
-                "Merge adapters by q4_transformers.merge(model, exact=True), or with requantize=True; leave "
-                "init_lora_weights as it is, or 'gaussian'."
-            )
-            raise PackedWeightError("a packed weight can't be changed in place", hint=hint)
+        if hasattr(torch.Tensor, name) or name == "data":
+            raise _refusal(name)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Take that it needs no gradient, which is so, and nothing else."""
+        if name != "requires_grad" or value:
+            raise _refusal(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: object, **__: object) -> Any:
+        """Refuse to be an argument of a function of torch."""
+        raise _refusal(getattr(func, "__name__", str(func)))
+
+
+def _refusal(name: str) -> PackedWeightError:
+    """Return the error for what was asked, with the kind of adapter of PEFT that asked for it."""
+    frame, kind = inspect.currentframe(), "lora"
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("peft.tuners.") and module.count(".") > 2:  # noqa: PLR2004  # in the folder of a kind
+            kind = module.split(".")[2]
+            break
+        frame = frame.f_back
+    if kind != "lora":
+        hint = (
+            "LoRA and DoRA run on packed layers; for another kind load the model dense, or name other target_modules."
+        )
+        return PackedWeightError(
+            f"adapters of the kind {kind} need a dense weight, and ask for its {name!r}", hint=hint
+        )
+    hint = (
+        "Merge adapters by q4_transformers.merge(model, exact=True), or with requantize=True; leave "
+        "init_lora_weights as it is, or 'gaussian'."
+    )
+    return PackedWeightError(f"a packed weight can't be changed in place, and has no {name!r}", hint=hint)
 
 
 class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers what is asked of one, and is none

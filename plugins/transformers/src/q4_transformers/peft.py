@@ -18,6 +18,7 @@ import q4core as q4
 from q4_transformers.experts import Q4Experts, has_experts, merged_experts, without_experts
 from q4_transformers.linear import HfLinear
 from q4core import ConfigError
+from q4core.plugin_api import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -58,7 +59,7 @@ class MergeReport:
             f"{row.name:<{width}}  {row.format}  {row.error:8.2%} of the weight, {row.change_error:8.1%} of the change"
             for row in self.layers
         ]
-        return "\n".join([*lines, f"{len(self.layers)} layers were quantised again"])
+        return "\n".join([*lines, f"{counted(len(self.layers), 'layer')} quantised again"])
 
 
 def keep_names_of_experts() -> None:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 import q4core as q4
 from q4_transformers.experts import are_experts, place_experts
 from q4core import CheckpointError, ConfigError, Problem, SchemaError
-from q4core.plugin_api import FLOATS, closest_name, read_object
+from q4core.plugin_api import FLOATS, closest_name, counted, read_object
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -91,6 +91,11 @@ class Names:
             name, _ = rename_source_key(key, [], [], self._prefix, state)
         return str(name)
 
+    def holder(self, key: str) -> str:
+        """Return the path of the module to which a checkpoint's tensor goes, merged or as it is."""
+        name, _ = rename_source_key(key, self._renamings, self._converters, self._prefix, self._state)
+        return str(name).rpartition(".")[0]
+
     def is_float(self, name: str | None) -> bool:
         """Return whether the model has a floating-point tensor of a name."""
         return name in self._state and self._state[name].is_floating_point()
@@ -120,7 +125,9 @@ def open_files(files: Sequence[str] | None) -> Checkpoint:
     for index in sorted(folder.glob(f"*{_INDEX}*")):
         if names <= set(read_object(index, "index").get("weight_map", {}).values()):
             return q4.open(index)
-    raise CheckpointError("checkpoint", name="index", rule=f"beside its {len(names)} shards", where=str(folder))
+    raise CheckpointError(
+        "checkpoint", name="index", rule=f"beside its {counted(len(names), 'shard')}", where=str(folder)
+    )
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:
@@ -207,8 +214,7 @@ def raise_unfit(model: Any, checkpoint: Checkpoint, problems: Sequence[Problem])
         SchemaError: There is.
     """
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        what = f"checkpoint does not fit {type(model).__name__}: {count}"
+        what = f"checkpoint does not fit {type(model).__name__}: {counted(len(problems), 'problem')}"
         raise SchemaError(what, where=str(checkpoint.path), problems=problems, schema=checkpoint.schema)
 
 

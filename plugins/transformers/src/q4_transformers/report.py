@@ -8,6 +8,7 @@ import attrs
 from torch import nn
 
 from q4core import InputError, Q4Linear
+from q4core.plugin_api import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +72,7 @@ class Explanation:
             sizes = f"{row.bytes_before:>13,} → {row.bytes_after:>12,} B"
             lines.append(f"{row.name:<{width}}  {row.kind:<{kinds}}  {size:>13}  {sizes}  {tail}")
         before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
-        lines.append(f"{len(self.packed)} of {len(self.rows)} modules packed, {before:,} → {after:,} bytes")
+        lines.append(f"{len(self.packed)} of {counted(len(self.rows), 'module')} packed, {before:,} → {after:,} bytes")
         return "\n".join(lines)
 
 

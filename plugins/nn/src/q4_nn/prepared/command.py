@@ -14,7 +14,7 @@ from q4_nn.generation.command import AsJson, Backend, ComputePath, Device, Dtype
 from q4_nn.generation.language_model import LanguageModel
 from q4_nn.prepared.container import Container
 from q4_nn.prepared.store import Store, open_store, parse_size
-from q4core.plugin_api import describe_exception
+from q4core.plugin_api import counted, describe_exception
 
 if TYPE_CHECKING:
     from q4_nn.prepared.store import Entry
@@ -67,7 +67,8 @@ def list_(*, as_json: AsJson = False) -> None:
             f"{item['used']}  {item['bytes'] / 1e6:>8,.0f} MB  {item['name']}  {item['source'] or item['fault']}"
         )
     total = sum(item["bytes"] for item in told)
-    typer.echo(f"{len(told)} files, {total / 1e6:,.0f} of {store.limit_bytes / 1e6:,.0f} MB, in {store.folder}")
+    size = f"{total / 1e6:,.0f} of {store.limit_bytes / 1e6:,.0f} MB"
+    typer.echo(f"{counted(len(told), 'file')}, {size}, in {store.folder}")
 
 
 def prune(
@@ -81,7 +82,7 @@ def prune(
     if as_json:
         typer.echo(json.dumps({**_of(store), "removed": [_plain(entry) for entry in removed]}, indent=2))
         return
-    typer.echo(f"removed {len(removed)} files, {sum(entry.nbytes for entry in removed) / 1e6:,.0f} MB")
+    typer.echo(f"removed {counted(len(removed), 'file')}, {sum(entry.nbytes for entry in removed) / 1e6:,.0f} MB")
 
 
 def verify(*, as_json: AsJson = False) -> None:
@@ -94,9 +95,8 @@ def verify(*, as_json: AsJson = False) -> None:
     else:
         for item in faulty:
             typer.echo(f"{item['name']}: {item['fault']}")
-        typer.echo(
-            f"{len(told)} files, {len(faulty)} damaged" + ("; `q4 cache prune --limit 0` removes all" if faulty else "")
-        )
+        hint = "; `q4 cache prune --limit 0` removes all" if faulty else ""
+        typer.echo(f"{counted(len(told), 'file')}, {len(faulty)} damaged{hint}")
     if faulty:
         raise typer.Exit(_DAMAGED)
 
@@ -134,7 +134,7 @@ def _fault(entry: Entry) -> str | None:
         wrong = Container(entry.path).verify()
     except (q4.CheckpointError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         return describe_exception(error)
-    return f"{len(wrong)} tensors are damaged, the first is number {wrong[0]}" if wrong else None
+    return f"{counted(len(wrong), 'tensor')} damaged, the first is number {wrong[0]}" if wrong else None
 
 
 def add_cache(app: typer.Typer) -> None:
