@@ -129,8 +129,9 @@ def _load_experts(folder: str, format_: str) -> dict[str, Any]:
     ``expert_bytes`` are those of an expert as the checkpoint has it.
     """
     auto, ours = _warm(folder), importlib.import_module("q4_transformers")
-    options = ours.Q4Config(format=format_ or None)
-    q4.default_registry().backends()  # plugins are imports
+    options = ours.Q4Config(format=format_ or None, cache="off")
+    q4.default_registry().backends()  # plugins are imports, and so is PEFT, which is asked for where there are experts
+    importlib.import_module("q4_transformers.peft").keep_names_of_experts()
     with _Peak() as peak:
         started = time.perf_counter()
         model = auto.from_pretrained(folder, quantization_config=options)
