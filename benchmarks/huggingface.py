@@ -129,8 +129,9 @@ def _load_experts(folder: str, format_: str) -> dict[str, Any]:
     ``expert_bytes`` are those of an expert as the checkpoint has it.
     """
     auto, ours = _warm(folder), importlib.import_module("q4_transformers")
-    options = ours.Q4Config(format=format_ or None)
-    q4.default_registry().backends()  # plugins are imports
+    options = ours.Q4Config(format=format_ or None, cache="off")
+    q4.default_registry().backends()  # plugins are imports, and so is PEFT, which is asked for where there are experts
+    importlib.import_module("q4_transformers.peft").keep_names_of_experts()
     with _Peak() as peak:
         started = time.perf_counter()
         model = auto.from_pretrained(folder, quantization_config=options)
@@ -232,122 +233,6 @@ def _write_int4(model: Any, folder: Path) -> None:
     }
     model.config.save_pretrained(folder)
     q4.save_checkpoint(folder, weights, dialect="compressed-tensors-int4", dense=state)
-
-
-def _write_experts(folder: Path, sizes: dict[str, int]) -> None:
-    """Write a random Mixtral with eight experts in each layer, dense in bfloat16 and in NF4."""
-    library = _write_first(folder)
-    auto = library.AutoModelForCausalLM
-    config = library.MixtralConfig(vocab_size=2048, num_local_experts=8, **sizes)
-    with torch.device("meta"):
-        model = auto.from_config(config, dtype=torch.bfloat16)
-    torch.manual_seed(0)
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.02)
-    model.save_pretrained(folder / "dense")
-    del model
-    options = importlib.import_module("q4_transformers").Q4Config(format="nf4")
-    auto.from_pretrained(folder / "dense", quantization_config=options).save_pretrained(folder / "nf4")
-
-
-def _load_experts(folder: str, format_: str) -> dict[str, Any]:
-    """Load a model of experts in this process, quantising it where a format is given, and return what that takes.
-
-    ``expert_bytes`` are those of an expert as the checkpoint has it.
-    """
-    auto, ours = _warm(folder), importlib.import_module("q4_transformers")
-    options = ours.Q4Config(format=format_ or None)
-    q4.default_registry().backends()  # plugins are imports
-    with _Peak() as peak:
-        started = time.perf_counter()
-        model = auto.from_pretrained(folder, quantization_config=options)
-        seconds = time.perf_counter() - started
-    rows = ours.explain(model).rows
-    experts = [row for row in rows if ".experts" in row.name]
-    packed = [row for row in experts if row.backend is not None]
-    own = "bytes_before" if format_ else "bytes_after"
-    return {
-        "load_seconds": seconds,
-        "peak_bytes": peak.bytes,
-        "model_bytes": sum(row.bytes_after for row in rows),
-        "expert_bytes": sum(getattr(row, own) for row in packed if ".layers.0.mlp.experts.0." in row.name),
-        "packed_expert_layers": len(packed),
-        "dense_expert_modules": len(experts) - len(packed),
-    }
-
-
-class _Peak:
-    """The most memory that no file backs, inside a block, beyond what there was before."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def _sample(self) -> None:
-        while not self._done.wait(0.002):
-            self._note()
-
-    def _note(self) -> None:
-        self.bytes = max(self.bytes, anonymous_bytes() - self._before)
-
-    def __enter__(self) -> Self:
-        self._before = anonymous_bytes()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self._note()
-
-
-_child = functools.partial(run_child, "benchmarks.huggingface", limit_s=LIMIT_S)
-
-
-def _warm(folder: str) -> Any:
-    """Load the small model beside a folder, as much is imported with a process's first one; return the class."""
-    library = importlib.import_module("transformers")
-    library.logging.disable_progress_bar()
-    library.AutoModelForCausalLM.from_pretrained(Path(folder).parent / "first")
-    return library.AutoModelForCausalLM
-
-
-def _write_first(folder: Path) -> Any:
-    """Write that small model; return the library."""
-    library = importlib.import_module("transformers")
-    model = library.AutoModelForCausalLM.from_config(library.LlamaConfig(vocab_size=64, **SMALL))
-    model.save_pretrained(folder / "first")
-    return library
-
-
-def _write(folder: Path, sizes: dict[str, int] | None) -> None:
-    """Write SmolLM2, or a random model of some sizes, dense and in four bits."""
-    library = _write_first(folder)
-    auto = library.AutoModelForCausalLM
-    if sizes is None:
-        file = find_model("smollm2")
-        read = auto.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        del read.config.quantization_config  # GGUF's, which can't be saved
-        model = auto.from_config(read.config, dtype=torch.float32)
-        model.load_state_dict(read.state_dict())
-        del read
-    else:
-        torch.manual_seed(0)
-        model = auto.from_config(library.LlamaConfig(vocab_size=2048, **sizes), dtype=torch.float32)
-    model.save_pretrained(folder / "dense")
-    _write_int4(model, folder / "int4")
-    del model
-    asked = library.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    theirs = auto.from_pretrained(folder / "dense", quantization_config=asked, dtype=torch.float32)
-    theirs.save_pretrained(folder / "nf4")
-    del theirs
-    config = importlib.import_module("q4_transformers").Q4Config
-    for name, own in {"nvfp4": {"lossy": True}, "int4": {"block_size": GROUP}}.items():
-        options = config(format=name, dialect=f"compressed-tensors-{name}", **own)
-        ours = auto.from_pretrained(folder / "dense", quantization_config=options, dtype=torch.float32)
-        ours.save_pretrained(folder / name)
 
 
 def measure(rounds: int, sizes: dict[str, int] | None) -> dict[str, dict[str, Any]]:

@@ -14,14 +14,14 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from huggingface_models import EXACT, IDS, dense_model, error, load, packed, save_by_q4
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import q4_transformers
 import q4core as q4
-from q4_transformers import HfLinear, Q4Config
-from q4_transformers.registration import check_version, register
+from q4_transformers import Q4Config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,15 +29,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.peer
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 MODELS = Path(__file__).parents[2] / "conformance/src/q4_conformance/golden/models"
 IS_OLDEST = transformers.__version__.startswith("5.0.")
 """transformers 5.0 can't read the NVFP4 that it saves by torchao."""
@@ -46,8 +37,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 32},
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
 }
-IDS = torch.arange(12)[None]
-EXACT = {"activation_precision": "exact"}
 
 
 @pytest.fixture(autouse=True)
@@ -59,63 +48,8 @@ def _quiet() -> Iterator[None]:
     transformers.logging.enable_progress_bar()
 
 
-def dense_model(kind: str = "Llama", **options: Any) -> Any:
-    """Return a random model of transformers."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():  # far from where initialisation leaves norms and biases
-            parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(3)
-            assert name
-    return model
-
-
-def save_by_q4(folder: Path, dialect: str, format_: str, kind: str = "Llama", **options: Any) -> Any:
-    """Save a random model whose linear layers are in a dialect, written by q4core; return it dense, as decoded."""
-    model = dense_model(kind, **options)
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    state = {name: value.contiguous() for name, value in model.state_dict().items()}
-    tied = "lm_head.weight" in model.all_tied_weights_keys
-    weights = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            weights[name] = q4.quantize(state.pop(f"{name}.weight"), format_, name=name)
-            module.weight.data = q4.dequantize(weights[name], torch.float32)
-    if tied:
-        del state["lm_head.weight"]
-    q4.save_checkpoint(folder, weights, dialect=dialect, dense=state, lossy=True)
-    return model
-
-
-def load(folder: Path, **options: Any) -> Any:
-    """Load a folder by q4core, in exact precision."""
-    config = Q4Config(**EXACT, **options.pop("config", {}))
-    kind = options.pop("kind", transformers.AutoModelForCausalLM)
-    return kind.from_pretrained(folder, quantization_config=config, **{"dtype": torch.float32, **options})
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    """Return the logits of a few tokens."""
-    found: torch.Tensor = model(IDS).logits
-    return found
-
-
-def error(found: Any, expected: Any) -> float:
-    """Return the greatest difference of two models' logits over the greatest one."""
-    ours, theirs = logits(found), logits(expected)
-    return float((ours - theirs).abs().max() / theirs.abs().max())
-
-
 def _bits(value: torch.Tensor) -> torch.Tensor:
     return value.reshape(-1).view(torch.uint8)
-
-
-def packed(model: Any) -> list[str]:
-    """Return the names of the packed layers."""
-    return [name for name, module in model.named_modules() if isinstance(module, HfLinear)]
 
 
 # -- files of the libraries themselves
@@ -382,136 +316,6 @@ def test_generates_and_compiles(tmp_path: Path) -> None:
     with torch.compiler.set_stance("default"):
         compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
         assert error(compiled, ours) < 1e-5
-
-
-# -- bad input
-
-
-def test_refusals(tmp_path: Path) -> None:
-    """What does not fit is a typed error that names it, before a tensor is loaded."""
-    dense = save_by_q4(tmp_path / "model", "bitsandbytes", "nf4")
-    dense.save_pretrained(tmp_path / "dense")
-    with pytest.raises(q4.ConfigError, match="format must be given"):
-        load(tmp_path / "dense")
-    with pytest.raises(q4.ConfigError, match="format must be None"):
-        load(tmp_path / "model", config={"format": "nf4"})
-    with pytest.raises(q4.ConfigError, match=r"'lm_haed'.*Did you mean 'lm_head'"):
-        load(tmp_path / "dense", config={"format": "nf4", "modules_to_not_convert": ["lm_haed"]})
-    with pytest.raises(q4.ConfigError, match="device_map"):
-        load(tmp_path / "model", device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "off")
-    dense.save_pretrained(tmp_path / "pickle")
-    (tmp_path / "pickle" / "model.safetensors").unlink()
-    torch.save(dense.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
-    with pytest.raises(q4.CheckpointError, match="safetensors files"):
-        load(tmp_path / "pickle", config={"format": "nf4"})
-    with pytest.raises(q4.CheckpointError, match="a model's folder or a GGUF file"):
-        q4_transformers.load(tmp_path / "nothing")
-    with pytest.raises(q4.InputError, match=r"an nn\.Module"):
-        q4_transformers.explain(tmp_path)  # type: ignore[arg-type]  # on purpose
-
-
-@pytest.mark.parametrize("config", [{}, {"format": "nf4"}])
-def test_eight_bits(config: dict[str, Any], tmp_path: Path) -> None:
-    """Codes of 8 bits, whose scales transformers would pass over, are refused beside packed layers and alone."""
-    if config:
-        dense_model().save_pretrained(tmp_path)
-    else:
-        save_by_q4(tmp_path, "bitsandbytes", "nf4")
-    state = load_file(tmp_path / "model.safetensors")
-    state["lm_head.weight"] = state["lm_head.weight"].to(torch.float8_e4m3fn)
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(q4.SchemaError, match=r"lm_head\.weight must be of 16 bits or more.*float8_e4m3fn"):
-        load(tmp_path, config=config)
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"intermediate_size": 192}, ["model.layers.0.mlp.up_proj must be [192, 64]", "got [128, 64]"]),
-        ({"num_hidden_layers": 1}, ["model.layers.1.mlp.up_proj must be a module of LlamaForCausalLM"]),
-        ({"attention_bias": True}, ["model.layers.0.self_attn.q_proj.bias must be there"]),
-    ],
-)
-def test_config_that_disagrees(change: dict[str, Any], names: list[str], tmp_path: Path) -> None:
-    """A config of another model names every layer that does not fit."""
-    save_by_q4(tmp_path, "bitsandbytes", "nf4")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(q4.SchemaError) as caught:
-        load(tmp_path)
-    for name in names:
-        assert name in str(caught.value)
-
-
-def test_layers_that_the_checkpoint_lacks_are_listed(tmp_path: Path) -> None:
-    """transformers fills what a checkpoint lacks at random, with a report; ``explain`` does not call it stored."""
-    save_by_q4(tmp_path, "bitsandbytes", "nf4")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    dense = {row.name: row.reason for row in q4_transformers.explain(load(tmp_path)).dense}
-    missing = {name for name, reason in dense.items() if "the checkpoint has no such weight" in reason}
-    assert len(missing) == 7
-    assert all(name.startswith("model.layers.2.") for name in missing)
-    assert dense["lm_head"] == "stored so"
-
-
-def test_damaged_files(tmp_path: Path) -> None:
-    """A layer without its scales, a packed layer left over, a missing shard and an unread dialect are named."""
-    save_by_q4(tmp_path, "bitsandbytes", "nf4")
-    state, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
-    key = "model.layers.0.mlp.up_proj.weight"
-    parts = {name: value for name, value in state.items() if name.startswith(key)}
-    less = {name: value for name, value in state.items() if name != f"{key}.absmax"}
-    more = state | {name.replace("up_proj", "side_proj"): value.clone() for name, value in parts.items()}
-    for changed, told in ((less, "absmax must be there"), (more, "side_proj must be a module")):
-        save_file(changed, file, metadata={"format": "pt"})
-        with pytest.raises(q4.SchemaError, match=told):
-            load(tmp_path)
-    save_file(state, file, metadata={"format": "pt"})
-    load(tmp_path).save_pretrained(tmp_path / "many", max_shard_size="20KB")
-    next((tmp_path / "many").glob("*-00002-of-*")).unlink()
-    with pytest.raises((q4.CheckpointError, OSError), match="00002"):
-        load(tmp_path / "many")
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"format": "nf5"}, "nf5"),
-        ({"fromat": "nf4"}, "fromat"),
-        ({"format": "nf4", "block_size": 48}, "block_size must be one of 32, 64"),
-        ({"format": "int4", "block_size": "64"}, "block_size must be"),
-        ({"format": "nf4", "modules_to_not_convert": "lm_head"}, "a list of names"),
-        ({"modules_to_not_convert": ["lm_head"]}, "None without format="),
-        ({"dialect": "bitsandbyte"}, "Did you mean 'bitsandbytes'"),
-        ({"activation_precision": "int3"}, "activation_precision"),
-    ],
-)
-def test_options(options: dict[str, Any], told: str) -> None:
-    """An option that is not legal is an error when the configuration is made."""
-    with pytest.raises(q4.Q4Error, match=told):
-        Q4Config(**options)
-
-
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment says what is taken over when the package is imported."""
-    mapping = transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
-    before = dict(mapping)
-    monkeypatch.setenv("Q4_TRANSFORMERS", "torchao, mxfp4")
-    try:
-        register()
-        assert {name for name in mapping if mapping[name] is not before[name]} == {"torchao", "mxfp4"}
-    finally:
-        q4_transformers.give_back()
-    assert mapping == before
-
-
-def test_versions() -> None:
-    """Another major version of transformers is refused by name."""
-    for version in ("4.57.1", "6.0.0"):
-        with pytest.raises(q4.ConfigError, match=version):
-            check_version(version)
-    check_version("5.0.0")
 
 
 # -- memory
