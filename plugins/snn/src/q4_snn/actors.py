@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -126,8 +127,8 @@ class ActorNetwork:
 
     A population's state and what it gave last are one shared tensor, and one update of it is one step. So the result
     does not depend on how many actors there are, who is late, or who is killed and restarted. Packed synapses are
-    shared, not copied. ``system.checkpoint`` between two runs holds everything; with ``ActorSystem(resume=…)`` an
-    equal network goes on from there.
+    shared; neurons, and synapses that are not packed, are copied. ``system.checkpoint`` between two runs holds
+    everything; with ``ActorSystem(resume=…)`` an equal network goes on from there.
 
     Args:
         network: Whose projections are all ``Projection`` or ``SparseProjection``; it is not changed, and later changes
@@ -166,7 +167,8 @@ class ActorNetwork:
             ring = [rest] * (network.depth(name) + 1)
             self._tensors[name] = system.mutable(torch.stack([*states, *ring]), name=name, **options)
             if population.neuron is not None:
-                parts[name] = _Part(population.neuron, len(states), tuple(map(self._share, network.into(name))))
+                synapses = tuple(map(self._share, network.into(name)))
+                parts[name] = _Part(copy.deepcopy(population.neuron), len(states), synapses)
         versions = {name: tensor.version for name, tensor in self._tensors.items()}
         if max(versions.values()) > self.clock + 1:  # nobody is two steps ahead
             hint = "Resume from a checkpoint of a network with these populations."
@@ -187,7 +189,7 @@ class ActorNetwork:
 
     def _share(self, item: Any) -> _Synapses | SparseProjection:
         if isinstance(item, SparseProjection):
-            return item
+            return copy.deepcopy(item)
         if not isinstance(item, Projection):
             rule = "a Projection or SparseProjection"
             raise ConfigError("ActorNetwork", name="projection", rule=rule, value=type(item).__name__)
@@ -195,7 +197,7 @@ class ActorNetwork:
         common = (item.source, item.delay, item.source_size, item.is_binary)
         if packed is None:
             bias = getattr(item.synapses, "bias", None)
-            return _Synapses(*common, item.dense_weight(), None if bias is None else bias.detach(), None)
+            return _Synapses(*common, item.dense_weight(), None if bias is None else bias.detach().clone(), None)
         served = packed.diagnostics()  # actors ask for what this layer was asked for
         config = SessionConfig(
             device=str(served.device),
