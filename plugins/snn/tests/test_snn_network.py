@@ -222,10 +222,19 @@ def test_an_input_of_other_numbers_than_spikes() -> None:
 
 
 def test_a_population_that_changes_size() -> None:
-    """State of a population of another size is an error, and so are synapses that give another size."""
+    """State of a population of another size or kind is an error, and so are synapses that give another size."""
     _, state = recurrent(hidden=21)(spikes())
     with pytest.raises(InputError, match=r"population 'hidden': state must be of shape \[3, 20\]"):
         recurrent()(spikes(), state)
+    pixels, x = Population("pixels", 16), spikes()
+    one, two = (
+        Network([pixels, cells], [Projection(pixels, cells)])
+        for cells in (population("cells"), Population("cells", 3, CubaLIF(1e-3, 1e-3)))
+    )
+    for network, told in ((one, "mem, got '2 tensors'"), (two, "syn, mem, got '1 tensors'")):
+        _, state = (two if network is one else one)(x)
+        with pytest.raises(InputError, match=f"population 'cells': state must be the tensors of {told}"):
+            network(x, state)
     network = recurrent()
     network.set_submodule("projections.hidden->out.synapses", torch.nn.Linear(20, 5))
     with pytest.raises(InputError, match="projection 'hidden->out'"):

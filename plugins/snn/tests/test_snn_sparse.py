@@ -110,6 +110,21 @@ def test_synapses_that_are_none_are_refused(change: dict[str, Any], told: str) -
         SparseProjection(**draw() | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"name": "E.I"}, "projection: name must be a word without"),
+        ({"name": "keys"}, "projection: name must be none that torch's"),
+        ({"sources": 0}, "sources must be a population, or a positive whole number, got 0"),
+        ({"targets": 50.0}, "targets must be a population, or a positive whole number, got 50.0"),
+    ],
+)
+def test_names_and_sizes_that_are_none_are_refused(change: dict[str, Any], told: str) -> None:
+    """A name that no network can keep, and sizes that are no number of neurons, are typed errors."""
+    with pytest.raises(q4.ConfigError, match=told):
+        SparseProjection(**draw() | change)
+
+
 @pytest.mark.parametrize("spiking", [torch.tensor([SOURCES]), torch.tensor([-1]), torch.tensor([0.5])])
 def test_a_spike_of_nobody_is_refused(spiking: torch.Tensor) -> None:
     """A source that is not there is a typed error, and nothing is delivered."""

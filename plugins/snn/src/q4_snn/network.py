@@ -43,7 +43,7 @@ class Population(nn.Module):
 
     def __init__(self, name: str, size: int, neuron: Neuron | None = None, *, spikes: bool = False) -> None:
         super().__init__()
-        _check_name("population", name, "./")
+        check_name("population", name, "./")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"population {name!r}", name="size", rule="a positive whole number", value=size)
         if neuron is not None and neuron.size not in {None, size}:
@@ -61,7 +61,7 @@ class Population(nn.Module):
         return found
 
 
-def _check_name(what: str, name: str, without: str) -> None:
+def check_name(what: str, name: str, without: str) -> None:
     """Refuse what can't be the name of a module, as torch keeps them."""
     if not isinstance(name, str) or not name or {*without} & {*name}:
         raise ConfigError(what, name="name", rule=f"a word without {' and '.join(without)}", value=name)
@@ -126,7 +126,7 @@ class Projection(nn.Module):
         self.source, self.target = source.name, target.name
         self.source_size, self.target_size = source.size, target.size
         self.name = f"{source.name}->{target.name}" if name is None else name
-        _check_name("projection", self.name, ".")
+        check_name("projection", self.name, ".")
         if not isinstance(delay, int) or isinstance(delay, bool) or delay < 0:
             raise ConfigError(f"projection {self.name!r}", name="delay", rule="steps, 0 or more", value=delay)
         self.delay = delay
@@ -394,7 +394,22 @@ class Network(nn.Module):
         }
         if state is None:
             return NetworkState({}, {}, rings)
+        self._check_state(state, batch)
+        for name, ring in rings.items():
+            found = state.coming.get(name)
+            if found is None or found.shape != ring.shape:
+                value = None if found is None else list(found.shape)
+                raise InputError(f"projection {name!r}", name="state", rule=f"of shape {[*ring.shape]}", value=value)
+        return attrs.evolve(state, coming={name: state.coming[name].clone() for name in rings})
+
+    def _check_state(self, state: NetworkState, batch: int) -> None:
+        """Refuse neurons' states and histories of other populations, or of other sizes."""
         with_neurons = {*self.order} - {*self.inputs}
+        for name in sorted(with_neurons & {*state.neurons}):
+            neuron, found = self.population(name).neuron, state.neurons[name]
+            if neuron is not None and len(found) != len(neuron.states):
+                rule = f"the tensors of {', '.join(neuron.states)}"
+                raise InputError(f"population {name!r}", name="state", rule=rule, value=f"{len(found)} tensors")
         for kind, held, names in (("state", state.neurons, with_neurons), ("history", state.history, {*self._depth})):
             for name in sorted({*held} | names):
                 wanted = [batch, self.population(name).size] if name in names else None
@@ -402,12 +417,6 @@ class Network(nn.Module):
                     if shape != wanted:
                         rule = f"of shape {wanted}"
                         raise InputError(f"population {name!r}", name=kind, rule=rule, value=shape)
-        for name, ring in rings.items():
-            found = state.coming.get(name)
-            if found is None or found.shape != ring.shape:
-                value = None if found is None else list(found.shape)
-                raise InputError(f"projection {name!r}", name="state", rule=f"of shape {[*ring.shape]}", value=value)
-        return attrs.evolve(state, coming={name: state.coming[name].clone() for name in rings})
 
     def forward(
         self,

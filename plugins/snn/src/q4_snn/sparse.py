@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import q4core as q4
-from q4_snn.network import Population
+from q4_snn.network import Population, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ class SparseProjection(nn.Module):
         name: ``source->target`` unless told, as of ``Projection``.
 
     Raises:
-        ConfigError: The source is a population of other numbers than spikes.
+        ConfigError: The source is a population of other numbers than spikes, or a size or the name is not legal.
         InputError: A tensor has the wrong shape, dtype or a value out of range, or there is no synapse.
     """
 
@@ -74,6 +74,7 @@ class SparseProjection(nn.Module):
         self.source, self.source_size = _end(sources, "source")
         self.target, self.target_size = _end(targets, "target")
         self.name = f"{self.source}->{self.target}" if name is None else name
+        check_name("projection", self.name, ".")
         if isinstance(sources, Population) and not sources.is_binary:
             rule = "a population of spikes: of neurons that fire, or an input with spikes=True"
             raise q4.ConfigError(f"projection {self.name!r}", name="sources", rule=rule, value=sources.name)
@@ -259,7 +260,12 @@ class SparseProjection(nn.Module):
 
 def _end(population: int | Population, role: str) -> tuple[str, int]:
     """Return the name and size of one end of the synapses."""
-    return (population.name, population.size) if isinstance(population, Population) else (role, population)
+    if isinstance(population, Population):
+        return population.name, population.size
+    if not isinstance(population, int) or isinstance(population, bool) or population < 1:
+        rule = "a population, or a positive whole number"
+        raise q4.ConfigError("sparse projection", name=f"{role}s", rule=rule, value=population)
+    return role, population
 
 
 def _take(ring: torch.Tensor, row: int) -> torch.Tensor:
