@@ -85,6 +85,7 @@ def test_messages(system: ActorSystem) -> None:
     friend.stop()
     ref.tell(("sleep", 5))
     ref.stop(timeout=0.1)  # so it is killed
+    assert system.spawn(Echo, name="echo").ask(1, timeout=60.0) == 1
     time.sleep(0.5)
     system.check()  # none of them is dead after failures
 

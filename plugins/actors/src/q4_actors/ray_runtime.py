@@ -16,7 +16,7 @@ import q4core as q4
 from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error
 from q4_actors.errors import ActorDeadError, ActorError, MessageError
 from q4_actors.memory_report import ActorMemory, memory_of
-from q4_actors.ray_tensor import BORN, Hub, RayTensor, words_of
+from q4_actors.ray_tensor import BORN, Hub, RayTensor, key_of, words_of
 from q4_actors.sharing import SharedWeight, forms_of, from_flat, share_by, to_flat
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
@@ -102,7 +102,7 @@ class RayRef(ActorRef):
     def ask(self, message: Any, *, timeout: float | None = None) -> Any:
         """Send a message and return the answer; see ``ActorRef.ask``."""
         started = time.monotonic()
-        if ray.get_runtime_context().get_actor_id() == self._handle._actor_id.hex():  # noqa: SLF001  # Ray tells it nowhere else
+        if ray.get_runtime_context().get_actor_id() == key_of(self._handle):
             raise ActorError(f"actor {self.name!r} asks itself, and would wait for ever", actor=self.name)
         reply = self._send(message, timeout, is_asked=True)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
@@ -246,7 +246,7 @@ class RayRuntime:
             raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
         self._handles.append(handle)
         self._specs.append(kept)
-        self._refs[spec.name] = ref = RayRef(spec.name, handle, self._options.mailbox)
+        self._refs[key_of(handle)] = ref = RayRef(spec.name, handle, self._options.mailbox)
         self._hub.watch.remote(spec.name, handle)
         return ref
 
@@ -274,7 +274,7 @@ class RayRuntime:
                 for event, level, fields in ray.get(self._hub.events.remote()):
                     if event != "lost":
                         self._report(event, level=level, **fields)
-                    elif not self._refs[fields["actor"]].why:  # else it took too long to stop, and was killed
+                    elif not self._refs[fields.pop("key")].why:  # else it took too long to stop, and was killed
                         self._report("dead", level=level, **fields)
 
 

@@ -29,7 +29,7 @@ from q4_actors.tensor import MutableTensor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["BORN", "Hub", "RayTensor", "words_of"]
+__all__ = ["BORN", "Hub", "RayTensor", "key_of", "words_of"]
 
 BORN = secrets.token_hex(8)
 """Which incarnation of its actor this process is."""
@@ -72,8 +72,9 @@ class Hub:
         try:
             await handle.stay.remote()
         except ray.exceptions.RayError as error:
-            if handle._actor_id.hex() not in self._stopped:  # noqa: SLF001  # Ray tells it nowhere else
-                await self.report(("lost", logging.ERROR, {"actor": name, "error": words_of(error)}))
+            key = key_of(handle)
+            if key not in self._stopped:
+                await self.report(("lost", logging.ERROR, {"actor": name, "key": key, "error": words_of(error)}))
 
     async def forget(self, actor: str) -> None:
         """Take note that an actor was stopped."""
@@ -133,6 +134,12 @@ class Hub:
         async with state.moved:
             state.moved.notify_all()
         return state.version
+
+
+def key_of(handle: Any) -> str:
+    """Return what no other actor has: a name may be taken again."""
+    key: str = handle._actor_id.hex()  # noqa: SLF001  # Ray tells it nowhere else
+    return key
 
 
 def words_of(error: BaseException) -> str:
