@@ -230,6 +230,14 @@ def test_network_after_a_kill(cluster: Any) -> None:
                 assert torch.equal(torch.cat([first[name], second[name]]), expected[name])
 
 
+def test_many_waits(system: ActorSystem) -> None:
+    """More calls than Ray lets an actor handle by default may wait for a version, and an update still comes."""
+    state: Any = system.mutable(torch.zeros(3), name="state")
+    waits = [state._hub.wait.remote("state", 1, 20.0) for _ in range(1200)]
+    state.replace(torch.ones(3), wait=True, timeout=5.0)
+    assert all(ray.get(waits, timeout=60.0))
+
+
 def test_lost_node(cluster: Any) -> None:
     """An actor whose node is lost, and that may run nowhere else, is dead for whoever asks; its system goes on."""
     node = cluster.add_node(num_cpus=1, resources={"lost": 1}, object_store_memory=100_000_000)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["RayRef", "RayRuntime"]
 
 _LOOK_S = 0.001
+_WAITING = 100_000
+"""Calls that may wait in the hub: one for each actor, and one for each wait for a tensor. Ray's own limit is 1,000."""
 _LEAST_BYTES = 4096  # Ray aligns buffers from 2048 bytes on
 
 with warnings.catch_warnings():  # torch gives this once: what lies in the store can't be written to, and is not
@@ -219,7 +221,8 @@ class RayRuntime:
             ray.init(include_dashboard=False, log_to_driver=False)
         node = ray.get_runtime_context().get_node_id()
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        self._hub: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Hub).remote()
+        hub = ray.remote(num_cpus=0, scheduling_strategy=here, max_concurrency=_WAITING)(Hub)
+        self._hub: Any = hub.remote()
         self._handles: list[Any] = [self._hub]
         self._specs: list[Any] = []
         self._refs: dict[str, RayRef] = {}
