@@ -166,10 +166,10 @@ def costs(runtime: str, rounds: int, **options: Any) -> dict[str, Any]:
 def model(cost: dict[str, Any], events_per_s: float) -> dict[str, float]:
     """Return seconds for a step on ``NODES`` nodes by each of its bounds; ``docs/actors.md`` has the formulas."""
     state = 4 * 3 * NEURONS  # membranes, and what was fired in two steps, in float32
-    calls = 4 + 2 * SOURCES  # begin, newest and end; wait and newest of each source; the wait of who drives
+    calls = 6 + 2 * SOURCES  # version, newest; begin, newest, end; wait and newest of each source; the driver's wait
     return {
         "hub_calls_s": NODES * calls / cost["hub_calls_per_s"],
-        "hub_link_s": NODES * (1 + SOURCES) * state / LINK_BYTES_PER_S,
+        "hub_link_s": NODES * (2 + SOURCES) * state / LINK_BYTES_PER_S,
         "node_link_s": SOURCES * state / LINK_BYTES_PER_S,
         "node_link_of_bits_s": SOURCES * NEURONS / 8 / LINK_BYTES_PER_S,
         "latency_s": cost["small_us"]["median"] / 1e6,
