@@ -79,10 +79,12 @@ def dense(tmp_path: Path) -> Callable[..., Path]:
 def load(tmp_path: Path) -> Callable[..., Any]:
     """Return a function that loads a folder, quantised in NF4 unless told, through a cache of the test's own."""
 
-    def load_folder(folder: Path, state: str, dtype: torch.dtype = torch.float32, **wishes: Any) -> Any:
+    def load_folder(
+        folder: Path, state: str, dtype: torch.dtype = torch.float32, variant: str | None = None, **wishes: Any
+    ) -> Any:
         asked = {"format": "nf4", "cache": tmp_path / "cache", **wishes}
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=Q4Config(**asked), dtype=dtype
+            folder, quantization_config=Q4Config(**asked), dtype=dtype, variant=variant
         )
         assert model.hf_quantizer.cache_state == state
         return model.eval()
@@ -230,6 +232,20 @@ def test_each_wish_has_a_file_of_its_own(dense: Callable[..., Path], load: Calla
     assert len(list((tmp_path / "cache").glob("*.q4prep"))) == len(wishes)
     for wish, expected in zip(wishes, plain, strict=True):
         assert torch.equal(logits(load(folder, "opened", **wish)), expected)
+
+
+def test_each_checkpoint_of_a_folder_has_a_file_of_its_own(
+    dense: Callable[..., Path], load: Callable[..., Any]
+) -> None:
+    """Weights beside the first ones (``variant=``) are neither taken for these nor put in their place."""
+    folder = dense()
+    state = load_file(folder / "model.safetensors")
+    save_file({key: value * 1.5 for key, value in state.items()}, folder / "model.other.safetensors", {"format": "pt"})
+    first, other = logits(load(folder, "written")), logits(load(folder, "written", variant="other"))
+    assert torch.equal(other, logits(load(folder, "off", cache="off", variant="other")))
+    assert not torch.equal(other, first)
+    assert torch.equal(first, logits(load(folder, "opened")))
+    assert torch.equal(other, logits(load(folder, "opened", variant="other")))
 
 
 def test_fewer_layers_take_what_they_need(dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path) -> None:

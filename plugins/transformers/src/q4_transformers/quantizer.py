@@ -85,13 +85,11 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self, model: Any, checkpoint_files: Any = None, device_map: Any = None, dtype: Any = None, **_: Any
     ) -> None:
         config = self.quantization_config
-        source = config.gguf and config.gguf.path
-        if source is None and checkpoint_files:
-            source = Path(checkpoint_files[0]).parent
-        if source is not None and config.cache != "off" and self._is_on_cpu():
+        files = [config.gguf.path] if config.gguf is not None else [Path(name) for name in checkpoint_files or ()]
+        if files and config.cache != "off" and self._is_on_cpu():
             from q4_transformers.caching import open_layers  # noqa: PLC0415  # for those who want it
 
-            self._cache = open_layers(source, model, config, dtype)
+            self._cache = open_layers(files, model, config, dtype)
         checkpoint = open_files(checkpoint_files) if config.gguf is None else q4.open(config.gguf.path)
         try:
             names = Names(model)
