@@ -249,15 +249,16 @@ def test_each_checkpoint_of_a_folder_has_a_file_of_its_own(
 
 
 def test_fewer_layers_take_what_they_need(dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path) -> None:
-    """A config with fewer layers opens the file of all, and one with more than a file has writes it anew."""
+    """A config with more layers than a file has writes it anew, and one with fewer opens the file of all."""
     folder, cache = dense(), tmp_path / "cache"
-    load(folder, "written")
-    for layers, state in ((1, "opened"), (2, "opened")):
+    plain = logits(load(folder, "off", cache="off"))
+    for layers, state in ((1, "written"), (2, "written"), (1, "opened"), (2, "opened")):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=Q4Config(format="nf4", cache=cache), num_hidden_layers=layers
         )
         assert model.hf_quantizer.cache_state == state
         assert len(packed(model)) == 7 * layers
+    assert torch.equal(logits(model.eval()), plain)
 
 
 def test_load_names_the_cache(dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,3 +274,7 @@ def test_load_names_the_cache(dense: Callable[..., Path], tmp_path: Path, monkey
     for wrong in (3, "", None):
         with pytest.raises(q4.ConfigError, match="cache must be 'auto', 'off' or a folder"):
             Q4Config(cache=wrong)  # type: ignore[arg-type]  # on purpose
+    (tmp_path / "model.gguf").touch()
+    for path in (folder, tmp_path / "model.gguf"):
+        with pytest.raises(q4.ConfigError, match="config must be a Q4Config or None, got 'dict'"):
+            q4_transformers.load(path, {"format": "nf4"}, cache="off")  # type: ignore[arg-type]  # on purpose
