@@ -54,7 +54,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self.reasons: dict[str, str] = {}
         """Module → why it is dense though a format was asked for."""
         self.cache_state = "off"
-        """What became of the layers' file in the cache: ``opened``, ``written``, ``off`` or why neither."""
+        """What became of the file in the cache: ``opened``, ``written``, ``off`` (as on GPUs) or why neither."""
         self._cache: LayerCache | None = None
         self._checkpoint: Checkpoint | None = None
         self._places: list[Place] = []
