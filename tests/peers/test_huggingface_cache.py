@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_made_anew_and_told_once(
 
 
 def test_each_wish_has_a_file_of_its_own(dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path) -> None:
-    """Another format, block size, choice of modules, precision or class of model is no reason to replace a file."""
+    """Another format, block size, choice of modules or precision is no reason to replace a file."""
     folder = dense()
     wishes: list[dict[str, Any]] = [
         {},
