@@ -195,8 +195,8 @@ class WeightOwner(nn.Module):
         follows, unless it waits on the meta device for its values. What can fail leaves the layer as it was.
 
         Args:
-            weight: A packed weight of the layer's shape, with data; or a prepared layer of its shape and dtype, which
-                gives all but its bias away and is closed.
+            weight: A packed weight of the layer's shape, with data; or another layer of its shape and dtype, which
+                gives what it prepared away, with its configuration and device, and is closed; its bias it keeps.
 
         Raises:
             InputError: ``weight`` is neither, or is of another shape or dtype or on the meta device.

@@ -79,10 +79,12 @@ def dense(tmp_path: Path) -> Callable[..., Path]:
 def load(tmp_path: Path) -> Callable[..., Any]:
     """Return a function that loads a folder, quantised in NF4 unless told, through a cache of the test's own."""
 
-    def load_folder(folder: Path, state: str, dtype: torch.dtype = torch.float32, **wishes: Any) -> Any:
+    def load_folder(
+        folder: Path, state: str, dtype: torch.dtype = torch.float32, variant: str | None = None, **wishes: Any
+    ) -> Any:
         asked = {"format": "nf4", "cache": tmp_path / "cache", **wishes}
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=Q4Config(**asked), dtype=dtype
+            folder, quantization_config=Q4Config(**asked), dtype=dtype, variant=variant
         )
         assert model.hf_quantizer.cache_state == state
         return model.eval()
@@ -217,7 +219,7 @@ def test_what_does_not_fit_is_made_anew_and_told_once(
 
 
 def test_each_wish_has_a_file_of_its_own(dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path) -> None:
-    """Another format, block size, choice of modules, precision or class of model is no reason to replace a file."""
+    """Another format, block size, choice of modules or precision is no reason to replace a file."""
     folder = dense()
     wishes: list[dict[str, Any]] = [
         {},
@@ -232,16 +234,31 @@ def test_each_wish_has_a_file_of_its_own(dense: Callable[..., Path], load: Calla
         assert torch.equal(logits(load(folder, "opened", **wish)), expected)
 
 
+def test_each_checkpoint_of_a_folder_has_a_file_of_its_own(
+    dense: Callable[..., Path], load: Callable[..., Any]
+) -> None:
+    """Weights beside the first ones (``variant=``) are neither taken for these nor put in their place."""
+    folder = dense()
+    state = load_file(folder / "model.safetensors")
+    save_file({key: value * 1.5 for key, value in state.items()}, folder / "model.other.safetensors", {"format": "pt"})
+    first, other = logits(load(folder, "written")), logits(load(folder, "written", variant="other"))
+    assert torch.equal(other, logits(load(folder, "off", cache="off", variant="other")))
+    assert not torch.equal(other, first)
+    assert torch.equal(first, logits(load(folder, "opened")))
+    assert torch.equal(other, logits(load(folder, "opened", variant="other")))
+
+
 def test_fewer_layers_take_what_they_need(dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path) -> None:
-    """A config with fewer layers opens the file of all, and one with more than a file has writes it anew."""
+    """A config with more layers than a file has writes it anew, and one with fewer opens the file of all."""
     folder, cache = dense(), tmp_path / "cache"
-    load(folder, "written")
-    for layers, state in ((1, "opened"), (2, "opened")):
+    plain = logits(load(folder, "off", cache="off"))
+    for layers, state in ((1, "written"), (2, "written"), (1, "opened"), (2, "opened")):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=Q4Config(format="nf4", cache=cache), num_hidden_layers=layers
         )
         assert model.hf_quantizer.cache_state == state
         assert len(packed(model)) == 7 * layers
+    assert torch.equal(logits(model.eval()), plain)
 
 
 def test_load_names_the_cache(dense: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,3 +274,7 @@ def test_load_names_the_cache(dense: Callable[..., Path], tmp_path: Path, monkey
     for wrong in (3, "", None):
         with pytest.raises(q4.ConfigError, match="cache must be 'auto', 'off' or a folder"):
             Q4Config(cache=wrong)  # type: ignore[arg-type]  # on purpose
+    (tmp_path / "model.gguf").touch()
+    for path in (folder, tmp_path / "model.gguf"):
+        with pytest.raises(q4.ConfigError, match="config must be a Q4Config or None, got 'dict'"):
+            q4_transformers.load(path, {"format": "nf4"}, cache="off")  # type: ignore[arg-type]  # on purpose

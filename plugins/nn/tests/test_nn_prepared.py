@@ -112,6 +112,29 @@ def test_a_folder_is_cached_too(tiny_llama: Path, tmp_path: Path, monkeypatch: p
             logits(tmp_path / "folder", tmp_path / "cache")
 
 
+def test_a_part_of_a_folder_that_cannot_be_read(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder named as a file is no part of the source; a file that can't be read costs the cache, not the model."""
+    from q4_nn.prepared import opening  # noqa: PLC0415  # whose readers are replaced
+
+    with LanguageModel.open(tiny_llama, cache="off") as model:
+        decoder, tokenizer = model.decoder, model.tokenizer
+        (tmp_path / "folder" / "logs.json").mkdir(parents=True)
+        (tmp_path / "folder" / "config.json").write_text("{}", encoding="utf-8")
+        monkeypatch.setattr(opening, "tokenizer_from_hf", lambda _: tokenizer)
+        monkeypatch.setattr(opening, "load_model", lambda *_: decoder)
+        first = logits(tmp_path / "folder", tmp_path / "cache")
+        assert only_file(tmp_path / "cache").is_file()
+
+        def refuse(path: Path) -> Any:
+            raise q4.CheckpointError("checkpoint", name="path", rule="readable", where=str(path))
+
+        monkeypatch.setattr(opening, "open_regular", refuse)
+        with pytest.warns(CacheWarning, match="readable"):
+            assert torch.equal(logits(tmp_path / "folder", tmp_path / "cache"), first)
+
+
 def test_an_encoder_is_cached_too(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of ``save_model``'s with an encoder gives the same vectors from the cache; a decoder is refused."""
     from q4_nn.prepared import opening  # noqa: PLC0415  # whose reader is replaced

@@ -15,7 +15,7 @@ from q4_nn.prepared.opening import CachedModel
 from q4_nn.prepared.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from q4_transformers.config import Q4Config
@@ -54,12 +54,13 @@ def _key(place: Place) -> str:
     return json.dumps(attrs.astuple(place))
 
 
-def open_layers(source: Path, model: Any, config: Q4Config, dtype: torch.dtype | None) -> LayerCache | None:
+def open_layers(files: Sequence[Path], model: Any, config: Q4Config, dtype: torch.dtype | None) -> LayerCache | None:
     """Return what the cache has of a model's packed layers; None where no cache is asked for.
 
     Args:
-        source: The folder of safetensors files that it is loaded from, or the GGUF file; not open yet, so that what is
-            written is of the files as they are now, or nothing is.
+        files: The safetensors files of one folder that it is loaded from, which may have others beside them
+            (``variant=``), or the GGUF file; not open yet, so that what is written is of them as they are now, or
+            nothing is.
         model: The model, on the meta device.
         config: What is asked for.
         dtype: dtype of the activations.
@@ -71,12 +72,13 @@ def open_layers(source: Path, model: Any, config: Q4Config, dtype: torch.dtype |
     if store is None:
         return None
     asked = {
+        "files": json.dumps(sorted(path.name for path in files)),
         "model": type(model).__name__,
         "dtype": str(dtype or torch.get_default_dtype()),
         "quantised": json.dumps([config.format, config.block_size, config.modules_to_not_convert]),
     }
     software = {name: importlib.metadata.version(name) for name in ("q4-transformers", "transformers")}
-    session = q4.Session(config.session_config())
+    session, source = q4.Session(config.session_config()), files[0] if config.gguf is not None else files[0].parent
     cached = CachedModel(store, source, session, tell_layers, restore_layers, asked=asked, software=software)
     with torch.device("cpu"):  # transformers calls under the meta device
         return LayerCache(cached, cached.open(lambda layers, *_: layers) or {})

@@ -31,9 +31,7 @@ def config_for(path: str | os.PathLike[str], config: Q4Config | None = None) -> 
     Raises:
         ConfigError: ``config`` is something else.
     """
-    asked = Q4Config() if config is None else config
-    if not isinstance(asked, Q4Config):
-        raise ConfigError("config_for", name="config", rule="a Q4Config or None", value=type(asked).__name__)
+    asked = _asked("config_for", config)
     found = transformers.AutoConfig.from_pretrained(path)
     found.quantization_config = asked.to_dict()
     return found
@@ -61,16 +59,15 @@ def load(
         CheckpointError: The folder is not there, or names no model class of transformers.
         ConfigError, SchemaError: What is asked for, or the checkpoint, does not fit; said before anything is loaded.
     """
-    folder = Path(path)
+    folder, asked = Path(path), _asked("q4_transformers.load", config)
     if cache is not None:
-        config = copy.copy(config) if config is not None else Q4Config()
-        config.cache = Q4Config(cache=cache).cache
+        asked.cache = Q4Config(cache=cache).cache
     if folder.suffix == ".gguf" and folder.is_file():
-        return _load_gguf(folder, config, options)
+        return _load_gguf(folder, asked, options)
     if not folder.is_dir():
         rule, hint = "a model's folder or a GGUF file", "Download the model first; its folder has a config.json."
         raise CheckpointError("q4_transformers.load", name="path", rule=rule, value=str(folder), hint=hint)
-    found = config_for(folder, config)
+    found = config_for(folder, asked)
     names = list(found.architectures or ())
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
@@ -82,11 +79,17 @@ def load(
     return model, transformers.AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
 
 
-def _load_gguf(path: Path, asked: Q4Config | None, options: dict[str, Any]) -> tuple[Any, Any]:
+def _asked(what: str, config: Q4Config | None) -> Q4Config:
+    """Return a copy of what is asked for, or the default; a ``ConfigError`` says that it is something else."""
+    if config is not None and not isinstance(config, Q4Config):
+        raise ConfigError(what, name="config", rule="a Q4Config or None", value=type(config).__name__)
+    return Q4Config() if config is None else copy.copy(config)
+
+
+def _load_gguf(path: Path, config: Q4Config, options: dict[str, Any]) -> tuple[Any, Any]:
     """Load a GGUF file; see ``load``."""
     from q4_transformers.gguf import open_gguf  # noqa: PLC0415  # transformers' tables are not everybody's
 
-    config = Q4Config() if asked is None else copy.copy(asked)
     if config.format is not None:
         rule, hint = "None for a GGUF file, whose weights are taken as they are stored", "Leave format= away."
         raise ConfigError("q4_transformers.load", name="format", rule=rule, value=config.format, hint=hint)

@@ -54,7 +54,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self.reasons: dict[str, str] = {}
         """Module → why it is dense though a format was asked for."""
         self.cache_state = "off"
-        """What became of the layers' file in the cache: ``opened``, ``written``, ``off`` or why neither."""
+        """What became of the file in the cache: ``opened``, ``written``, ``off`` (as on GPUs) or why neither."""
         self._cache: LayerCache | None = None
         self._checkpoint: Checkpoint | None = None
         self._places: list[Place] = []
@@ -85,13 +85,11 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self, model: Any, checkpoint_files: Any = None, device_map: Any = None, dtype: Any = None, **_: Any
     ) -> None:
         config = self.quantization_config
-        source = config.gguf and config.gguf.path
-        if source is None and checkpoint_files:
-            source = Path(checkpoint_files[0]).parent
-        if source is not None and config.cache != "off" and self._is_on_cpu():
+        files = [config.gguf.path] if config.gguf is not None else [Path(name) for name in checkpoint_files or ()]
+        if files and config.cache != "off" and self._is_on_cpu():
             from q4_transformers.caching import open_layers  # noqa: PLC0415  # for those who want it
 
-            self._cache = open_layers(source, model, config, dtype)
+            self._cache = open_layers(files, model, config, dtype)
         checkpoint = open_files(checkpoint_files) if config.gguf is None else q4.open(config.gguf.path)
         try:
             names = Names(model)

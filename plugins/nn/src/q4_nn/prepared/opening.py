@@ -154,7 +154,7 @@ class CachedModel:
                 state = "written"
         except q4.LifecycleError as error:  # such as a backend that keeps nothing on disk, which is no fault
             self._emit(f"not cached: {error}")
-        except OSError as error:
+        except (OSError, q4.CheckpointError) as error:  # the latter of a file beside the weights that can't be read
             self._tell(path, f"can't be written: {error}")
         else:
             self._emit(state)
@@ -195,7 +195,7 @@ def _identity(source: Path) -> list[list[Any]]:
     """Return path, size, time, inode and digest of the first 256 KiB of each file that a model is read from."""
     files = [source]
     if source.is_dir():
-        files = sorted(item for item in source.iterdir() if item.suffix in {".json", ".safetensors"})
+        files = sorted(item for item in source.iterdir() if item.suffix in {".json", ".safetensors"} and item.is_file())
     found = []
     for path in files:
         facts = path.stat()
