@@ -40,7 +40,7 @@ def _label(name: str, call: dict[str, Any]) -> str:
 
 
 def _groups(stage: dict[str, Any]) -> list[list[tuple[str, dict[str, Any]]]]:
-    """Return the bars by library: four formats of ours, each other library's fastest 4-bit one, dense bf16."""
+    """Return the bars by library: five of ours, each other library's fastest 4-bit one, dense bf16."""
     calls = {name: call for name, call in stage["calls"].items() if call["role"] != "yardstick"}
     fastest: dict[str, str] = {}
     for name in sorted(calls, key=lambda item: float(calls[item]["median"])):

@@ -226,7 +226,7 @@ def test_base_model_of_a_head(tmp_path: Path) -> None:
 # -- dense checkpoints
 
 
-@pytest.mark.parametrize("format_", ["nf4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("format_", ["nf4", "nvfp4", "mxfp4", "int4"])
 def test_quantises_while_loading(format_: str, tmp_path: Path) -> None:
     """A dense checkpoint is quantised as q4core quantises it, but for the head, and its library loads what is saved."""
     dense = dense_model()
@@ -236,7 +236,7 @@ def test_quantises_while_loading(format_: str, tmp_path: Path) -> None:
     assert packed(ours) == [name for name in packed(ours) if name.startswith("model.layers.0.")]
     for name in packed(ours):
         weight = dense.get_submodule(name).weight
-        weight.data = q4.dequantize(q4.quantize(weight.data, format_), torch.float32)
+        weight.data = q4.dequantize(q4.quantize(weight.data, format_, symmetric=format_ == "int4"), torch.float32)
     assert error(ours, dense) < 1e-3
     rows = {row.name: row for row in q4_transformers.explain(ours).rows}
     assert rows["lm_head"].reason == "in modules_to_not_convert as 'lm_head'"
@@ -249,6 +249,17 @@ def test_quantises_while_loading(format_: str, tmp_path: Path) -> None:
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
     # bitsandbytes multiplies in bfloat16 where the CPU has it
     assert error(again, ours) < 2e-2
+
+
+def test_zero_points(tmp_path: Path) -> None:
+    """INT4 is symmetric, which its library can load, unless zero points are asked for, which are nearer."""
+    dense = dense_model()
+    dense.save_pretrained(tmp_path)
+    configs: list[dict[str, Any]] = [{"format": "int4"}, {"format": "int4", "zero_points": True}]
+    plain, finer = (load(tmp_path, config=config) for config in configs)
+    weights = [model.get_submodule(packed(model)[0]).packed_weight() for model in (plain, finer)]
+    assert [weight.zero is None for weight in weights] == [True, False]
+    assert error(finer, dense) < error(plain, dense)
 
 
 def test_another_dialect(tmp_path: Path) -> None:

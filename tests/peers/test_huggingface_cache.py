@@ -128,6 +128,22 @@ def test_a_second_load_is_the_same_model(
         assert (layer.name, layer.stored_name) == (packed(first)[name].name, packed(first)[name].stored_name)
 
 
+def test_kernels_take_their_layout_from_the_cache(
+    dense: Callable[..., Path], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout of cpu-native, which is not the checkpoint's, is mapped too, and computes the same bits."""
+    monkeypatch.setenv("Q4_PLUGINS", "cpu-native,dialects,nn,safetensors")
+    q4.reset_registry()
+    try:
+        folder = dense()
+        first = load(folder, "written", format="nvfp4", backend="cpu-native")
+        again = load(folder, "opened", format="nvfp4", backend="cpu-native")
+        assert torch.equal(logits(again), logits(first))
+    finally:
+        monkeypatch.undo()
+        q4.reset_registry()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_packed_checkpoint_is_kept_and_saved_alike(
     dtype: torch.dtype, dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path

@@ -211,14 +211,15 @@ def test_pictures_say_where_when_and_which_way_is_better(
 
 
 def test_decode_shows_each_librarys_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ours the same four formats everywhere, of each other library its fastest 4-bit one, and dense bf16."""
+    """Of ours the same five everywhere, of each other library its fastest 4-bit one, and dense bf16."""
     figures: list[Any] = []
     monkeypatch.setattr(style.plt, "close", figures.append)
     result = json.loads((record.RESULTS / "cpu-avx512.json").read_text(encoding="utf-8"))
     decode_picture.draw(result, 2, tmp_path / "a.png")
     labels = [item.get_text() for item in figures[0].axes[0].get_yticklabels()]
     assert labels == [
-        "NF4", "NVFP4", "Q4_0", "NF4", "Q4_K (repacked)", "int4 g32", "bf16", "int4pack bf16", "NF4 bf16", "NVFP4 bf16",
+        "NF4", "NVFP4", "Q4_0", "NF4", "NF4",
+        "Q4_K (repacked)", "int4 g32", "bf16", "int4pack bf16", "NF4 bf16", "NVFP4 bf16",
     ]  # fmt: skip
     monkeypatch.undo()
     style.plt.close(figures[0])

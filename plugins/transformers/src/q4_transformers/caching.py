@@ -75,7 +75,7 @@ def open_layers(files: Sequence[Path], model: Any, config: Q4Config, dtype: torc
         "files": json.dumps(sorted(path.name for path in files)),
         "model": type(model).__name__,
         "dtype": str(dtype or torch.get_default_dtype()),
-        "quantised": json.dumps([config.format, config.block_size, config.modules_to_not_convert]),
+        "quantised": json.dumps([config.format, config.block_size, config.zero_points, config.modules_to_not_convert]),
     }
     software = {name: importlib.metadata.version(name) for name in ("q4-transformers", "transformers")}
     session, source = q4.Session(config.session_config()), files[0] if config.gguf is not None else files[0].parent

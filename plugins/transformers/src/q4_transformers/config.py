@@ -19,7 +19,7 @@ __all__ = ["METHOD", "Q4Config"]
 METHOD = "q4"
 """transformers' name of this quantizer: one of its own would switch on code that is written for another library."""
 _OPTIONS = (
-    "format", "block_size", "modules_to_not_convert", "dialect", "lossy", "backend", "compute_path",
+    "format", "block_size", "zero_points", "modules_to_not_convert", "dialect", "lossy", "backend", "compute_path",
     "activation_precision", "cache",
 )  # fmt: skip
 
@@ -31,6 +31,8 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         format: Quantise the linear layers of a dense checkpoint in this format while it is loaded; None for a
             checkpoint that is 4-bit already.
         block_size: In-features per scale, with ``format``; the format's default unless told.
+        zero_points: With ``format="int4"``: give each block a zero point. The error is less, but transformers can't
+            load by compressed-tensors what is saved then.
         modules_to_not_convert: Names of modules that stay dense, with ``format``: whole, or their last parts. None
             leaves the output head and tied weights dense, as transformers' own quantizers do.
         dialect: What ``save_pretrained`` writes; the dialect that was read unless told.
@@ -50,6 +52,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         format: str | None = None,  # noqa: A002  # the word everywhere here
         *,
         block_size: int | None = None,
+        zero_points: bool = False,
         modules_to_not_convert: Sequence[str] | None = None,
         dialect: str | None = None,
         lossy: bool = False,
@@ -74,6 +77,8 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             name = "modules_to_not_convert" if block_size is None else "block_size"
             rule = "None without format=: a 4-bit checkpoint is taken as it is stored"
             raise ConfigError("Q4Config", name=name, rule=rule, value=block_size or modules_to_not_convert)
+        if not isinstance(zero_points, bool) or (zero_points and format != "int4"):
+            raise ConfigError("Q4Config", name="zero_points", rule="a bool; True with format='int4'", value=zero_points)
         names = None if modules_to_not_convert is None else list(modules_to_not_convert)
         if isinstance(modules_to_not_convert, str) or not all(isinstance(name, str) for name in names or ()):
             rule = "a list of names of modules"
@@ -82,6 +87,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             find_dialect(dialect, q4.dialects())
         self.quant_method = METHOD
         self.format, self.block_size, self.modules_to_not_convert = format, block_size, names
+        self.zero_points = zero_points
         self.dialect, self.lossy, self.backend = dialect, bool(lossy), backend
         self.compute_path, self.activation_precision = compute_path, activation_precision
         if not isinstance(cache, (str, PathLike)) or not fspath(cache):

@@ -193,7 +193,9 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         dense = checkpoint.dense[place.stored]
         dense = dense if place.expert is None else dense[place.expert]
         dense = dense.T if place.transposed else dense
-        return q4.quantize(dense, config.format, block_size=config.block_size, name=place.module)
+        is_symmetric = config.format == "int4" and not config.zero_points
+        options: Any = {"block_size": config.block_size, "symmetric": is_symmetric, "name": place.module}
+        return q4.quantize(dense, config.format, **options)
 
     def _device_of(self, module: str) -> torch.device | None:
         """Return where the device map wants a module; None for where it is."""
