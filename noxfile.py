@@ -188,8 +188,7 @@ def peers(session: nox.Session) -> None:
 def transformers(session: nox.Session, release: str) -> None:
     """Run the tests of q4-transformers with the oldest and the newest release that it was tried with."""
     install_group(session, "peer", environment="peerenv")
-    files = ["tests/peers/test_huggingface.py", "tests/peers/test_huggingface_refusals.py"]
-    _pytest(session, *files, environment="peerenv", PYTHONPATH=put_apart(session, release))
+    _pytest(session, "tests/peers", "-k", "huggingface", environment="peerenv", PYTHONPATH=put_apart(session, release))
 
 
 @nox.session

@@ -259,6 +259,12 @@ def _gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
 
 
+@pytest.mark.xfail(
+    transformers.__version__.startswith("5.0."),
+    raises=TypeError,
+    strict=True,
+    reason="PEFT 0.21 converts names of experts by an argument that transformers 5.0 doesn't have",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_reach_every_expert(kind: str, tmp_path: Path) -> None:
     """``all-linear`` adapts every expert, with the gradients of dequantised weights; what is saved is loaded again."""
