@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import sentence_transformers
 import torch
 
 import q4core as q4
 from benchmarks import embeddings
 from q4_nn import SentenceEncoder, convert_linears_
+from q4_transformers import HfLinear, Q4Config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +31,19 @@ def test_embeddings_as_measured() -> None:
         found = {row["name"]: row["mean_cosine"] for row in result["rows"] if row["format"] == form}
         assert found["q4core, rounded"] == pytest.approx(found[f"{library}, rounded"], abs=limit)
         assert found["q4core, trained for 2 steps"] > found["q4core, rounded"]
+
+
+def test_sentence_transformers_takes_the_wish() -> None:
+    """sentence-transformers loads it quantised by what it passes on: packed layers, vectors as near as rounding."""
+    texts = embeddings.halves()[0][:4]
+    folder = str(embeddings.folder())
+    dense = sentence_transformers.SentenceTransformer(folder, device="cpu")
+    wish = {"quantization_config": Q4Config(format="nf4", activation_precision="exact")}
+    model = sentence_transformers.SentenceTransformer(folder, device="cpu", model_kwargs=wish)
+    assert sum(isinstance(module, HfLinear) for module in model.modules()) >= 36
+    own, theirs = (torch.from_numpy(item.encode(texts)) for item in (model, dense))
+    cosine = torch.nn.functional.cosine_similarity(own, theirs)
+    assert 0.9 < float(cosine.mean()) < 0.9999
 
 
 def test_long_texts_and_odd_ones() -> None:
