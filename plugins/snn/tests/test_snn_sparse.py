@@ -200,6 +200,8 @@ def test_sparse_state_goes_on() -> None:
             assert torch.equal(given["cells"], whole["cells"][step])
         with pytest.raises(q4.InputError, match=r"'inputs->cells': state must be of shape \[6, 2, 50\]"):
             net(x, type(state)(state.neurons, state.history))
+        with pytest.raises(q4.InputError, match=r"projection 'other': state must be of shape None"):
+            net(x, type(state)(state.neurons, state.history, {**state.coming, "other": torch.zeros(1)}))
 
 
 def test_sparse_synapses_do_not_train() -> None:

@@ -395,11 +395,10 @@ class Network(nn.Module):
         if state is None:
             return NetworkState({}, {}, rings)
         self._check_state(state, batch)
-        for name, ring in rings.items():
-            found = state.coming.get(name)
-            if found is None or found.shape != ring.shape:
-                value = None if found is None else list(found.shape)
-                raise InputError(f"projection {name!r}", name="state", rule=f"of shape {[*ring.shape]}", value=value)
+        for name in {**rings, **state.coming}:
+            wanted, found = ([*held[name].shape] if name in held else None for held in (rings, state.coming))
+            if found != wanted:
+                raise InputError(f"projection {name!r}", name="state", rule=f"of shape {wanted}", value=found)
         return attrs.evolve(state, coming={name: state.coming[name].clone() for name in rings})
 
     def _check_state(self, state: NetworkState, batch: int) -> None:

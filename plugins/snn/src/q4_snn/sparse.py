@@ -219,7 +219,6 @@ class SparseProjection(nn.Module):
         weight_spread: float,
         delay_spread: float,
         generator: torch.Generator,
-        population: Population | None = None,
     ) -> SparseProjection:
         """Return populations joined by given numbers of random synapses, among all their neurons.
 
@@ -234,7 +233,6 @@ class SparseProjection(nn.Module):
             weight_spread: Standard deviation of weights, of their mean.
             delay_spread: Of delays, of theirs.
             generator: What is drawn comes from it.
-            population: What holds them all, for a ``Network``.
 
         Raises:
             InputError: There is no synapse, a count is negative, or a mean delay is below one step.
@@ -254,8 +252,7 @@ class SparseProjection(nn.Module):
             steps = _normal(count, delay_spread, 0.5 / float(delay[i, j]), generator) * delay[i, j]
             parts.append((source, target, strength, steps.round().clamp(1, _MOST_DELAY).long()))
         source, target, strength, steps = (torch.cat(items) for items in zip(*parts, strict=True))
-        ends = first[-1] if population is None else population
-        return cls(source, target, strength, steps, sources=ends, targets=ends)
+        return cls(source, target, strength, steps, sources=first[-1], targets=first[-1])
 
 
 def _end(population: int | Population, role: str) -> tuple[str, int]:
