@@ -143,7 +143,7 @@ def _layer_elsewhere(size: int, steps: int, rounds: int, python: str, missing: d
     for name, module in OTHERS.items():
         try:
             spikes, told = _elsewhere(module, problem, python)
-        except (SystemExit, subprocess.TimeoutExpired) as error:
+        except (OSError, SystemExit, subprocess.TimeoutExpired) as error:
             missing[name] = _reason(error)
             continue
         found = torch.zeros_like(wanted)
@@ -173,7 +173,7 @@ def _circuit(neurons: int, blocks: Sequence[int], python: str, missing: dict[str
     for name, module in {OURS: "benchmarks.spiking_circuit", **OTHERS}.items():
         try:
             spikes, told = _elsewhere(module, problem, sys.executable if name == OURS else python)
-        except (SystemExit, subprocess.TimeoutExpired) as error:
+        except (OSError, SystemExit, subprocess.TimeoutExpired) as error:
             if name == OURS:
                 raise
             missing[f"{name}, {neurons} neurons"] = _reason(error)
