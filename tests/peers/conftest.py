@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 import q4core as q4
+from tests.support.events import forget_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,19 @@ def _eager() -> Iterator[None]:
     """Run the libraries' compiled helpers eagerly: the same bits, without a compiler for each new shape."""
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@pytest.fixture
+def quiet_transformers() -> Iterator[None]:
+    """Hide progress bars and transformers' own words; a warning may be given again; small layers need one thread."""
+    logging, threads = importlib.import_module("transformers").logging, torch.get_num_threads()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    forget_warnings()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="session")

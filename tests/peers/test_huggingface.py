@@ -24,10 +24,10 @@ import q4core as q4
 from q4_transformers import Q4Config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import ModuleType
 
-pytestmark = pytest.mark.peer
+pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers")]
 
 MODELS = Path(__file__).parents[2] / "conformance/src/q4_conformance/golden/models"
 IS_OLDEST = transformers.__version__.startswith("5.0.")
@@ -37,15 +37,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 32},
     "OPT": {"ffn_dim": 128, "word_embed_proj_dim": 64},
 }
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Hide progress bars, and transformers' own words."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:

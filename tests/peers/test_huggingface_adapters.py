@@ -8,7 +8,7 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import peft
 import pytest
@@ -20,11 +20,9 @@ import q4_transformers
 import q4core as q4
 from q4_transformers import HfLinear, Q4Config
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = [
     pytest.mark.peer,
+    pytest.mark.usefixtures("quiet_transformers"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # PEFT goes by the older name
 ]
 
@@ -41,18 +39,6 @@ SIZES: dict[str, Any] = {
 ROOT = Path(__file__).parents[2]
 FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "int4", "q4_0", "q4_1", "q8_0")
 IDS = (torch.arange(48).reshape(4, 12) * 7) % 64
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Hide progress bars, and transformers' own words; small layers gain nothing by a second thread."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")

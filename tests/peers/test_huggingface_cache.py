@@ -18,14 +18,14 @@ from q4_nn.prepared.container import Container, write_container
 from q4_nn.prepared.opening import CacheWarning
 from q4_transformers import HfLinear, Q4Config
 from q4_transformers.quantizer import Q4Quantizer
-from tests.support.events import forget_warnings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [
     pytest.mark.peer,
+    pytest.mark.usefixtures("quiet_transformers"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # PEFT goes by the older name
 ]
 
@@ -46,16 +46,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 IDS = torch.arange(12)[None]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Hide progress bars, and transformers' own words; every warning may be given again."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    forget_warnings()
-    yield
-    transformers.logging.enable_progress_bar()
 
 
 @pytest.fixture

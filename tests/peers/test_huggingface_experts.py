@@ -18,11 +18,11 @@ from q4_transformers.experts import Q4Experts
 from q4_transformers.peft import _dense as _dense_layer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [
     pytest.mark.peer,
+    pytest.mark.usefixtures("quiet_transformers"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # PEFT goes by the older name
 ]
 
@@ -46,18 +46,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 PARTS = {"Mixtral": 3, "Qwen2Moe": 3, "Qwen3Moe": 3, "GptOss": 2}
 IDS = (torch.arange(24).reshape(2, 12) * 5) % 64
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Hide progress bars, and transformers' own words; small layers gain nothing by a second thread."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.enable_progress_bar()
 
 
 def _dense(kind: str, folder: Path) -> Any:

@@ -17,19 +17,9 @@ from q4_transformers import Q4Config
 from q4_transformers.registration import check_version, register
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.peer
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Hide progress bars, and transformers' own words."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
+pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers")]
 
 
 def test_refusals(tmp_path: Path) -> None:
