@@ -75,13 +75,13 @@ def test_mutated_files(mutants: int, small_gguf: Path, tmp_path: Path) -> None:
         for _ in range(mutants):
             path.unlink(missing_ok=True)  # a new file: the last one may still be mapped
             path.write_bytes(mutate(good, header_bytes, rng))
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 read_everything(path)
             except q4.Q4Error as error:
                 refused += 1
                 nameless += not error.rule or (error.where != str(path) and error.name is None)
-            slowest = max(slowest, time.perf_counter() - start)
+            slowest = max(slowest, time.thread_time() - start)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

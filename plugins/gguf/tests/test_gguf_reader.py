@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import gguf
@@ -159,3 +160,57 @@ def test_copy_reads_the_same_and_maps_nothing(small_gguf: Path, tmp_path: Path) 
             assert torch.equal(q4.dequantize(copied[module]), q4.dequantize(mapped[module]))
         for name, tensor in mapped.dense.items():
             assert torch.equal(copied.dense[name], tensor)
+
+
+def write_parts(folder: Path) -> list[Path]:
+    """Write a model of three tensors, two to a part, as the package ``gguf`` splits files; return the parts."""
+    writer = gguf.GGUFWriter(folder / "m.gguf", "llama", split_max_tensors=2)
+    for name in ("token_embd", "output_norm", "output"):
+        writer.add_tensor(f"{name}.weight", np.ones((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("*.gguf"))
+
+
+def write_whole(path: Path, **facts: int) -> Path:
+    """Write a file of one tensor with facts of a split."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in facts.items():
+        writer.add_uint16(f"split.{name.replace('_', '.')}", value)
+    writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_part_alone_is_refused(tmp_path: Path) -> None:
+    """Each part of a split file is refused, under any name, with its number and how to join the parts."""
+    first, second = write_parts(tmp_path)
+    assert first.name == "m-00001-of-00002.gguf"
+    renamed = shutil.copy(first, tmp_path / "whole.gguf")
+    for number, path in ((1, first), (2, second), (1, renamed)):
+        with pytest.raises(q4.CheckpointError, match=r"llama-gguf-split --merge") as caught:
+            q4.open(path)
+        assert f"part {number} of 2" in str(caught.value)
+        assert (caught.value.name, caught.value.value, caught.value.where) == ("metadata 'split.count'", 2, str(path))
+
+
+def test_a_part_by_its_name_is_refused(tmp_path: Path) -> None:
+    """Where the header does not speak of parts, the name of a part does."""
+    with pytest.raises(q4.CheckpointError, match=r"part 2 of 3.*--merge"):
+        q4.open(write_whole(tmp_path / "m-00002-of-00003.gguf"))
+    with q4.open(write_whole(tmp_path / "m-00001-of-00001.gguf")) as checkpoint:
+        assert list(checkpoint.dense) == ["output_norm.weight"]
+
+
+def test_a_merged_file_opens(tmp_path: Path) -> None:
+    """A file whose header says that it was merged is whole; one that lacks tensors of that number is refused."""
+    with q4.open(write_whole(tmp_path / "m-00001-of-00002.gguf", count=0, tensors_count=1)) as checkpoint:
+        assert list(checkpoint.dense) == ["output_norm.weight"]
+    with pytest.raises(q4.CheckpointError, match=r"split\.tensors\.count") as caught:
+        q4.open(write_whole(tmp_path / "m.gguf", count=0, tensors_count=2))
+    assert caught.value.value == 1

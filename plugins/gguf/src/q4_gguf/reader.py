@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES
 from q4_gguf.header import read_header
+from q4_gguf.split import require_whole
 from q4_gguf.views import dense_tensor, map_file, packed_weight
 from q4core import CheckpointError, DialectError, LayerSchema, LifecycleError, Problem, Schema, TensorInfo
 from q4core.plugin_api import open_regular
@@ -37,13 +38,14 @@ class GgufSource:
         copy: Read the whole file into memory instead of mapping it.
 
     Raises:
-        CheckpointError: It can't be read, or its header is malformed.
+        CheckpointError: It can't be read, its header is malformed, or it is one part of a split model.
     """
 
     def __init__(self, path: Path, *, copy: bool = False) -> None:
         self._path = path
         self._data: mmap.mmap | None = map_file(path, copy=copy)
         self._header = read_header(self._data, str(path))
+        require_whole(self._header, path)
         layers: dict[str, LayerSchema] = {}
         dense: dict[str, TensorInfo] = {}
         unsupported: list[Problem] = []
@@ -116,7 +118,7 @@ class GgufReader:
         """Open a file.
 
         Raises:
-            CheckpointError: It is malformed; the message names file, key, rule and value.
+            CheckpointError: It is malformed, or one part of a split model; the message names file, key, rule and value.
             DialectError: An option was given; this reader has none.
         """
         for option in request.options or ():
