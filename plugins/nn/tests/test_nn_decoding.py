@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
+import pickle
 import select
 import signal
 import time
@@ -245,14 +247,33 @@ def test_a_cache_goes_on_after_a_parameter_moved(tiny_llama: Path) -> None:
         assert list(Generation(model.decoder, [1, 2], max_tokens=4, cache=cache)) == before
 
 
-def test_a_used_cache_is_copied(tiny_llama: Path) -> None:
-    """A copy holds the keys and values, goes on by itself, and leaves the first one alone."""
-    with LanguageModel.open(tiny_llama, CONFIG) as model, torch.inference_mode():
-        cache = model.decoder.make_cache(16)
-        list(Generation(model.decoder, [1, 2], max_tokens=4, cache=cache))
-        twin = copy.deepcopy(cache)
-        ends = [list(Generation(model.decoder, [7], max_tokens=4, cache=one)) for one in (twin, cache)]
-        assert ends[0] == ends[1]
+def saved_and_loaded(cache: Any) -> Any:
+    """Return a cache that went through a file of torch's."""
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),  # noqa: S301  # our own
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("options", ["llama", "gemma 3"])
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_used_cache_is_copied(kind: str, options: str) -> None:
+    """A copy holds the keys and values, goes on by itself over a prompt and tokens, and leaves the first one alone."""
+    decoder = build(**OPTIONS[options])
+    cache = decoder.make_cache(len(TOKENS) + 20)
+    list(Generation(decoder, TOKENS, max_tokens=5, cache=cache))
+    twin = COPIES[kind](cache)
+    ends = [list(Generation(decoder, TOKENS[:6], max_tokens=8, cache=one)) for one in (twin, cache)]
+    assert ends[0] == ends[1]
+    assert twin.keys.untyped_storage().data_ptr() == twin.values.untyped_storage().data_ptr()
+    assert twin.keys.data_ptr() != cache.keys.data_ptr()
 
 
 def test_any_function_may_choose_tokens(tiny_llama: Path) -> None:

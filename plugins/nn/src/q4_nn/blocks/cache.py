@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CachePlaces", "KVCache"]
 
+_BOUND = frozenset({"_rows", "keys", "values", "program"})
+"""Attributes of a cache that ``_bind`` makes of the others."""
+
 
 class CachePlaces:
     """A cache in a program: where each layer's keys and values are, and where the next position goes.
@@ -134,18 +137,27 @@ class KVCache:
         self._full = [layer for layer in range(layers) if layer not in self._windows]
         # In one tensor, so that a position's key and value can be written in one call.
         self._entries = torch.zeros((2, len(self._full), *shape[1:]), dtype=dtype, device=device)
-        self._rows = {layer: self._entries[:, row] for row, layer in enumerate(self._full)}
-        self.keys, self.values = self._entries[0], self._entries[1]
         self.batch = batch
         self.capacity = capacity
         self.padding = padding
         self.length = 0
+        self._bind()
+
+    def _bind(self) -> None:
+        """Make what is bound to this cache's own memory: the views, and no program yet."""
+        self._rows = {layer: self._entries[:, row] for row, layer in enumerate(self._full)}
+        self.keys, self.values = self._entries[0], self._entries[1]
         self.program: Any = None
         """What decodes over this cache by one call, once somebody has made it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle what is cached; a program is bound to this cache's own memory."""
-        return {**vars(self), "program": None}
+        """Return what is copied and pickled. A view is not: pickle would give it memory of its own."""
+        return {name: value for name, value in vars(self).items() if name not in _BOUND}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was copied or pickled."""
+        vars(self).update(state)
+        self._bind()
 
     @property
     def nbytes(self) -> int:
