@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import q4_transformers
 import q4core as q4
 from q4_transformers import HfLinear, Q4Config
+from q4_transformers.dense import dense_layer
 from q4_transformers.experts import Q4Experts
-from q4_transformers.peft import _dense as _dense_layer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -261,7 +261,7 @@ def test_adapters_reach_every_expert(kind: str, tmp_path: Path) -> None:
     twin = copy.deepcopy(packed)
     for name, module in list(twin.named_modules()):
         if isinstance(module, HfLinear):
-            twin.set_submodule(name, _dense_layer(module, torch.float32))
+            twin.set_submodule(name, dense_layer(module, torch.float32))
     adapted, dense = _adapted(packed), _adapted(twin)
     leaves = {name for name, module in packed.named_modules() if isinstance(module, HfLinear)}
     assert sum(".experts." in name for name in leaves) == 2 * EXPERTS * PARTS[kind]

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 import q4core as q4
-from q4_transformers.experts import Q4Experts, has_experts, merged_experts, without_experts
+from q4_transformers.dense import dense_layer, forget_quantizer, make_dense
+from q4_transformers.experts import has_experts, without_experts
 from q4_transformers.linear import HfLinear
 from q4core import ConfigError
 from q4core.plugin_api import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from q4core import PackedWeight
 
@@ -158,16 +158,11 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
         raise ConfigError("merge", name="model", rule=rule, value=value)
     rows = []
     layers = [(name, module) for name, module in model.get_base_model().named_modules()]
-    turned = [
-        name.removesuffix(".base_layer")
-        for name, module in layers
-        if isinstance(module, HfLinear) and module.is_transposed
-    ]
     for name, module in layers:
         if isinstance(module, LoraLayer):
             packed = module.base_layer
             if isinstance(packed, HfLinear):
-                module.base_layer = _dense(packed, torch.float32)
+                module.base_layer = dense_layer(packed, torch.float32)
             module.merge(safe_merge=True)  # by PEFT itself, on the dequantised weight
             if isinstance(packed, HfLinear) and requantize:
                 rows.append(_requantise(name, packed, module.base_layer))
@@ -176,17 +171,9 @@ def merge(model: Any, *, exact: bool = False, requantize: bool = False) -> tuple
                 module.base_layer.to(packed.dtype)
     plain = model.unload()
     if exact:
-        _make_dense(plain, turned)
+        make_dense(plain)
+        forget_quantizer(plain)
     return plain, MergeReport(tuple(rows))
-
-
-def _dense(packed: HfLinear, dtype: torch.dtype) -> nn.Linear:
-    """Return a packed layer with its weight dequantised."""
-    linear = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
-    linear.weight = nn.Parameter(q4.dequantize(packed.packed_weight(), dtype), requires_grad=False)
-    if packed.bias is not None:
-        linear.bias = nn.Parameter(packed.bias.detach().to(dtype, copy=True), requires_grad=False)
-    return linear
 
 
 def _quantised_as(base: PackedWeight, merged: torch.Tensor) -> PackedWeight:
@@ -214,26 +201,3 @@ def _requantise(name: str, packed: HfLinear, dense: nn.Linear) -> MergedLayer:
         error=lost / size if size else 0.0,
         change_error=lost / change if change else 0.0,
     )
-
-
-def _make_dense(model: Any, turned: Iterable[str]) -> None:
-    """Make every packed layer dense, some transposed, and let transformers take the model for one that always was."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, HfLinear):
-            model.set_submodule(name, _dense(module, module.dtype))
-    for name in turned:
-        linear = model.get_submodule(name)
-        module = Conv1D(0, 0)
-        module.nf, module.nx, module.bias = linear.out_features, linear.in_features, linear.bias
-        module.weight = nn.Parameter(linear.weight.detach().T.contiguous(), requires_grad=False)
-        model.set_submodule(name, module)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, Q4Experts):
-            model.set_submodule(name, merged_experts(module))
-            model._weight_conversions = None  # noqa: SLF001  # so that transformers finds its own again, as it saves
-    model.hf_quantizer = None
-    model.is_quantized = False
-    for holder in (model, model.config):
-        for name in ("quantization_method", "quantization_config"):
-            if hasattr(holder, name):
-                delattr(holder, name)
