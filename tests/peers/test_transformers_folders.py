@@ -223,8 +223,8 @@ def test_pooling_that_is_not_served(tmp_path: Path) -> None:
     """A layout whose vectors are made in another way is refused."""
     write_sentence_encoder(tmp_path)
     (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
-    with pytest.raises(q4.CheckpointError, match="pooling_mode_mean_tokens or pooling_mode_cls_token"):
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_median_tokens": true}')
+    with pytest.raises(q4.CheckpointError, match="pooling_mode must be among cls, max, mean"):
         SentenceEncoder.open(tmp_path, EXACT)
 
 
