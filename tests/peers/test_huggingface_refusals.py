@@ -45,6 +45,22 @@ def test_refusals(tmp_path: Path) -> None:
         q4_transformers.explain(tmp_path)  # type: ignore[arg-type]  # on purpose
 
 
+def test_nothing_to_pack(tmp_path: Path) -> None:
+    """A format that packs no layer is an error with the reasons, as for float64 weights and for names that fit all."""
+    dense = dense_model()
+    dense.save_pretrained(tmp_path / "dense")
+    dense.double().save_pretrained(tmp_path / "double")
+    with pytest.raises(
+        q4.ConfigError, match=r"format must be one that packs.*14 of float64.*the output head"
+    ) as caught:
+        load(tmp_path / "double", config={"format": "nf4"})
+    assert caught.value.value == "nf4"
+    with pytest.raises(
+        q4.ConfigError, match=r"14 in modules_to_not_convert as 'model'; 1 in modules_to_not_convert as 'lm_head'"
+    ):
+        load(tmp_path / "dense", config={"format": "nf4", "modules_to_not_convert": ["model", "lm_head"]})
+
+
 @pytest.mark.parametrize("config", [{}, {"format": "nf4"}])
 def test_eight_bits(config: dict[str, Any], tmp_path: Path) -> None:
     """Codes of 8 bits, whose scales transformers would pass over, are refused beside packed layers and alone."""

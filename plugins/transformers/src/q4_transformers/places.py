@@ -39,7 +39,7 @@ _INDEX = ".safetensors.index.json"
 _BESIDE = "in the checkpoint, as other experts of that layer are"
 _PLAIN = ("FalconLinear",)
 """Subclasses of ``nn.Linear`` that compute what it computes, by a forward pass of their own."""
-_ABSENT = "the checkpoint has no such weight as it is: merged, split, missing, or of a dtype not quantised"
+_ABSENT = "the checkpoint has no such weight as it is: merged, split or missing"
 _EXPERTS = 3
 """Dimensions of a tensor that holds a matrix for each expert."""
 
@@ -229,18 +229,21 @@ def places_of_dense(
     """
     raise_unfit(model, checkpoint, list(_cast_problems(checkpoint, names)))
     stored: dict[str, str] = {}
+    others: dict[str, str] = {}
     infos: Mapping[str, Any] = checkpoint.dense.infos
     for key, info in infos.items():
         name = names.rename(key)
         if name is not None and info.dtype in FLOATS:
             stored[name] = key
+        elif name is not None:
+            others[name] = f"of {str(info.dtype).removeprefix('torch.')}, which is not quantised"
     skipped = _skipped(model, config.modules_to_not_convert)
     experts = _dense_experts(model, checkpoint, names, skipped)
     places, reasons = list(experts.values()), {}
     for name, module in model.named_modules():
         if name in experts or not (isinstance(module, nn.Linear | Conv1D) or (name in skipped and are_experts(module))):
             continue
-        reason = skipped.get(name) or _dense_reason(model, name, module, stored)
+        reason = skipped.get(name) or _dense_reason(model, name, module, stored, others)
         if reason is None:
             places.append(Place(stored[f"{name}.weight"], name, transposed=isinstance(module, Conv1D)))
         else:
@@ -248,7 +251,9 @@ def places_of_dense(
     return places, reasons
 
 
-def _dense_reason(model: Any, name: str, module: Any, stored: Mapping[str, str]) -> str | None:
+def _dense_reason(
+    model: Any, name: str, module: Any, stored: Mapping[str, str], others: Mapping[str, str]
+) -> str | None:
     """Return why a linear layer is not quantised though nobody asked for that, or None."""
     key = f"{name}.weight"
     if shape_of(module) is None:
@@ -256,7 +261,7 @@ def _dense_reason(model: Any, name: str, module: Any, stored: Mapping[str, str])
     if key in model.all_tied_weights_keys:
         return f"its weight is tied to {model.all_tied_weights_keys[key]}"
     if key not in stored:
-        return _ABSENT
+        return others.get(key, _ABSENT)
     if module.bias is not None and f"{name}.bias" not in stored:
         return "the checkpoint has no bias for it"
     return None

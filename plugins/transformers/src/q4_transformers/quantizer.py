@@ -9,8 +9,9 @@ mapping of the files, one at a time.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -18,8 +19,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 import q4core as q4
+from q4_transformers.dense import make_dense
 from q4_transformers.experts import are_experts, drop_conversions, has_experts, without_experts
 from q4_transformers.linear import HfLinear
+from q4_transformers.parallelism import refuse_parallelism
 from q4_transformers.peft import keep_names_of_experts
 from q4_transformers.places import Names, Place, open_files, places_of_dense, places_of_layers, shape_of
 from q4_transformers.saving import state_and_metadata
@@ -27,7 +30,7 @@ from q4core import ConfigError
 from q4core.plugin_api import read_config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from q4_transformers.caching import LayerCache
     from q4_transformers.gguf import GgufFile
@@ -57,6 +60,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         """What became of the file in the cache: ``opened``, ``written``, ``off`` (as on GPUs) or why neither."""
         self._cache: LayerCache | None = None
         self._checkpoint: Checkpoint | None = None
+        self._model: Any = None
         self._places: list[Place] = []
         self._rooms: list[HfLinear] = []
         self._device_map: Any = None
@@ -67,8 +71,10 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         """Refuse what can't be served; called again once ``device_map="auto"`` is resolved.
 
         Raises:
-            ConfigError: A part of the model would lie on the disk, or on the CPU beside a GPU.
+            ConfigError: A part of the model would lie on the disk, or on the CPU beside a GPU; or the model would be
+                split over processes.
         """
+        refuse_parallelism()
         self._device_map = device_map
         if not isinstance(device_map, dict):
             return
@@ -100,6 +106,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
                 self._places, self.reasons = places_of_layers(model, checkpoint, names)
             else:
                 self._places, self.reasons = places_of_dense(model, checkpoint, names, config)
+                if not self._places:
+                    _raise_nothing_packed(config.format, self.reasons, checkpoint)
             self._read_facts(checkpoint)
             if has_experts(model):
                 keep_names_of_experts()
@@ -108,7 +116,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         except BaseException:
             checkpoint.close()
             raise
-        self._checkpoint = checkpoint
+        self._checkpoint, self._model = checkpoint, model
 
     def _is_on_cpu(self) -> bool:
         """Return whether every packed layer will lie on the CPU, as far as is known; others are not kept on disk."""
@@ -149,8 +157,12 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         """Return it as it is: layers count for their packed bytes, which is about what they take prepared."""
         return max_memory
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Return those that still apply: no packed tensor is loaded by transformers, and not all experts are merged."""
+    def update_weight_conversions(self, weight_conversions: Any, model: Any = None) -> Any:
+        """Return those that still apply: no packed tensor is loaded by transformers, and not all experts are merged.
+
+        Releases before 5.20 do not name the model: it is the one whose layers were just replaced.
+        """
+        model = self._model if model is None else model
         if not has_experts(model) or any(are_experts(module) for module in model.modules()):
             return weight_conversions
         return without_experts(weight_conversions)
@@ -208,6 +220,11 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
 
     # -- what a loaded model can do
 
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Make every packed layer dense; what transformers' ``model.dequantize()`` calls."""
+        make_dense(model, dtype)
+        return model
+
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """Return what ``save_pretrained`` writes; see ``saving``."""
         return state_and_metadata(model, self.quantization_config, self.dialects, self.entry)
@@ -240,6 +257,14 @@ def _check_format(checkpoint: Checkpoint, wanted: str | None) -> None:
     if not found:
         rule, hint = "given for a checkpoint without 4-bit layers", "Use Q4Config(format='nf4')."
     where = str(checkpoint.path)
+    raise ConfigError("Q4Config", name="format", rule=rule, value=wanted, where=where, hint=hint)
+
+
+def _raise_nothing_packed(wanted: str, reasons: Mapping[str, str], checkpoint: Checkpoint) -> NoReturn:
+    """Raise the error for a format that would pack no layer, with the number of layers for each reason."""
+    counts = [f"{count} {reason}" for reason, count in Counter(reasons.values()).items()]
+    hint = f"Linear layers left dense: {'; '.join(counts) or 'none, as the model has none'}."
+    rule, where = "one that packs a layer", str(checkpoint.path)
     raise ConfigError("Q4Config", name="format", rule=rule, value=wanted, where=where, hint=hint)
 
 
