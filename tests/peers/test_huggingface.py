@@ -269,6 +269,18 @@ def test_another_dialect(tmp_path: Path) -> None:
     assert error(load(tmp_path / "two"), dense) < 1e-3
 
 
+def test_packed_weights_are_counted(tmp_path: Path) -> None:
+    """``num_parameters`` counts a packed weight as the dense one, and none of them as trainable."""
+    dense = dense_model()
+    dense.save_pretrained(tmp_path)
+    ours = load(tmp_path, config={"format": "nf4"})
+    assert packed(ours)
+    assert ours.num_parameters() == dense.num_parameters()
+    assert ours.num_parameters(exclude_embeddings=True) == dense.num_parameters(exclude_embeddings=True)
+    left = sum(parameter.numel() for parameter in ours.parameters() if parameter.requires_grad)
+    assert ours.num_parameters(only_trainable=True) == left
+
+
 def test_transposed_layers(tmp_path: Path) -> None:
     """GPT-2 keeps its linear layers transposed; they are quantised the right way round, and saved so."""
     torch.manual_seed(0)

@@ -282,6 +282,19 @@ def test_starting_values_that_change_the_weight_are_refused(folder: Path) -> Non
         _adapted(_packed(folder), init_lora_weights="pissa")
 
 
+@pytest.mark.parametrize(
+    ("chosen", "name"), [("up_proj", "model.layers.0.mlp.up_proj"), ("mlp", "model.layers.0.mlp.gate_proj")]
+)
+def test_modules_to_save_name_the_packed_layer(chosen: str, name: str, folder: Path) -> None:
+    """A packed layer among modules that PEFT shall train whole is an error; a dense one trains."""
+    options: dict[str, Any] = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    with pytest.raises(q4_transformers.PackedWeightError, match=rf"modules_to_save.*{name}"):
+        peft.get_peft_model(_packed(folder), peft.LoraConfig(modules_to_save=[chosen], **options))
+    model = peft.get_peft_model(_packed(folder), peft.LoraConfig(modules_to_save=["lm_head"], **options))
+    assert any(item.requires_grad for key, item in model.named_parameters() if "lm_head.modules_to_save" in key)
+    assert isinstance(copy.deepcopy(model.model.model.layers[0].mlp.up_proj), HfLinear)
+
+
 def test_adalora_trains(folder: Path) -> None:
     """AdaLoRA freezes a weight that is packed, and trains with the gradients of the dequantised one."""
     packed = _packed(folder)

@@ -118,6 +118,20 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers wha
             return super().forward(x, out_dtype=out_dtype, out=out)
         return super().forward(x.to(dtype), out_dtype=out_dtype or x.dtype, out=out)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the layer, but not for PEFT, which would save its copy as trained, and train nothing of it.
+
+        Raises:
+            PackedWeightError: PEFT copies it for ``modules_to_save``.
+        """
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_globals.get("__name__") == "peft.utils.other" and frame.f_code.co_name == "update":
+                hint = "Put an adapter on it by target_modules, or quantise with it in modules_to_not_convert."
+                raise PackedWeightError(f"modules_to_save can't train {self.name!r}, which is packed", hint=hint)
+            frame = frame.f_back
+        return super().__deepcopy__(memo)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001  # nn.Module's signature
         if self.is_prepared and not _DENSE_ONLY.get():
             super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -1,9 +1,9 @@
-"""How transformers comes to know us: names that are added, one wrapped method, and names that are taken over.
+"""How transformers comes to know us: names that are added, two wrapped methods, and names that are taken over.
 
 Nobody who did not ask for it notices: new names are added (``q4``, and ``modelopt``, which transformers can't load),
-``merge_quantization_configs`` is passed on unless the caller's configuration is a ``Q4Config``, and names of other
-libraries are taken over only where ``take_over`` or the environment variable ``Q4_TRANSFORMERS`` says so. What PEFT is
-told of experts is in ``peft.keep_names_of_experts``.
+``merge_quantization_configs`` is passed on unless the caller's configuration is a ``Q4Config``, ``num_parameters`` adds
+packed weights to its count, and names of other libraries are taken over only where ``take_over`` or the environment
+variable ``Q4_TRANSFORMERS`` says so. What PEFT is told of experts is in ``peft.keep_names_of_experts``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from transformers.modeling_utils import ModuleUtilsMixin
 from transformers.quantizers import auto
 
 from q4_transformers.config import METHOD, Q4Config
+from q4_transformers.linear import HfLinear
 from q4_transformers.quantizer import Q4Quantizer
 from q4core import ConfigError
 
@@ -61,6 +63,7 @@ def register() -> None:
         if name == METHOD and name not in auto.AUTO_QUANTIZER_MAPPING:
             auto.register_quantizer(name)(Q4Quantizer)
     _wrap_merging()
+    _wrap_counting()
     told = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
     if told:
         take_over(*(() if told == ["all"] else told))
@@ -89,6 +92,23 @@ def _wrap_merging() -> None:
 
     merge.q4 = True  # type: ignore[attr-defined]  # our mark
     auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge)
+
+
+def _wrap_counting() -> None:
+    """Let ``num_parameters`` count packed weights as what they stand for, as it does those of bitsandbytes."""
+    original = ModuleUtilsMixin.num_parameters
+    if getattr(original, "q4", False):
+        return
+
+    @functools.wraps(original)
+    def count(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002  # transformers' signature
+        found: int = original(self, only_trainable, exclude_embeddings)
+        if only_trainable:
+            return found
+        return found + sum(module.weight.numel() for module in self.modules() if isinstance(module, HfLinear))
+
+    count.q4 = True  # type: ignore[attr-defined]  # our mark
+    ModuleUtilsMixin.num_parameters = count
 
 
 def take_over(*names: str) -> tuple[str, ...]:
