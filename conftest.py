@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+from tests.support.limits import EXPIRED, explain
 
 try:
     import hypothesis
 except ImportError:  # a machine with a GPU has few packages, and the tests marked "gpu" use none of Hypothesis
     hypothesis = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 # Q4_PLUGIN_MODULES says where code comes from, not what it does, so a source tree that is not installed keeps it.
 _OF_THE_USER = {"NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"}
@@ -28,6 +34,15 @@ if hypothesis is not None:
     hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
     hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True, database=None)
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say what an expired time limit means; all limits are scaled by ``tests.support.limits``."""
+    report = yield
+    if call.excinfo is not None and call.excinfo.errisinstance(EXPIRED):
+        report.sections.append(("expired time limit", explain()))
+    return report
 
 
 @pytest.hookimpl(trylast=True)  # after those that are not wanted are left out

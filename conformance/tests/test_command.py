@@ -24,6 +24,7 @@ from q4_conformance.report.certificate import to_text
 from q4_conformance.report.markdown import to_markdown
 from q4_conformance.report.verify import CertificateError, read_certificate
 from q4_conformance.subjects.profiles import UnknownTargetError
+from tests.support.limits import scaled
 
 ONE = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
 STRUCK = "EX-01/rows/nf4-plain-high_first-48x256b64-s0/float32/exact"
@@ -285,7 +286,7 @@ def test_it_runs_without_loading_plugins_here(tmp_path: Path) -> None:
         env={"PYTHONPATH": ":".join(path), "Q4_PLUGIN_MODULES": "q4_deadly", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
         check=False,
     )
     assert run.returncode == 1, run.stderr

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from q4_conformance.report.verify import read_certificate
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +45,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
         monkeypatch.setenv("Q4_PLUGIN_MODULES", "mine")
         monkeypatch.syspath_prepend(str(pytester.path))
         monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=120)
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=scaled(120))
 
     return start
 
@@ -203,7 +204,7 @@ def test_a_run_that_asks_for_no_case_imports_no_kit(pytester: pytest.Pytester) -
             assert not {"torch", "q4core", "q4_conformance"} & set(sys.modules)
         """
     )
-    pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=1)  # its entry point loads it, as anywhere
+    pytester.runpytest_subprocess(timeout=scaled(60)).assert_outcomes(passed=1)  # its entry point loads it, as anywhere
 
 
 WORKER = """
@@ -241,7 +242,7 @@ def test_a_worker_runs_tests_that_ask_for_no_case(pytester: pytest.Pytester) -> 
     """Whoever distributes other tests is left alone."""
     pytester.makeconftest(WORKER)
     pytester.makepyfile("def test_other(): pass")
-    pytester.runpytest_subprocess(timeout=60).assert_outcomes(passed=1)
+    pytester.runpytest_subprocess(timeout=scaled(60)).assert_outcomes(passed=1)
 
 
 @pytest.mark.soak
@@ -250,7 +251,7 @@ def test_no_report_is_promised_of_workers(pytester: pytest.Pytester, words: list
     """A distributed run that asks for a report, which nobody could write, ends before it begins."""
     pytester.makepyfile(distributing=CONTROLLER)
     pytester.makepyfile("def test_other(): pass")
-    done = pytester.runpytest_subprocess("-p", "no:xdist", "-p", "distributing", *words, timeout=60)
+    done = pytester.runpytest_subprocess("-p", "no:xdist", "-p", "distributing", *words, timeout=scaled(60))
     assert done.ret == status
     if status:
         done.stderr.fnmatch_lines(["*--q4-report can't be distributed*-n 0*"])

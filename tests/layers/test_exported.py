@@ -15,6 +15,7 @@ import torch
 import q4core as q4
 from q4core.layers import exported
 from tests.support.fakes import FakeBackend, registry
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +55,7 @@ def _run(program: str, *arguments: object, **environment: str) -> str:
     command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("Q4_")}
     done = subprocess.run(
-        command, env={**kept, **environment}, capture_output=True, text=True, timeout=500, check=False
+        command, env={**kept, **environment}, capture_output=True, text=True, timeout=scaled(500), check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return (done.stdout.splitlines() or [""])[-1]

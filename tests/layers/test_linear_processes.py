@@ -13,6 +13,7 @@ from torch import nn
 
 import q4core as q4
 from tests.support.fakes import FakeBackend, registry
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +62,7 @@ class Child:
 
     def answer(self) -> bytes:
         """Return the next answer."""
-        told: bytes = self._outbox.get(timeout=100)
+        told: bytes = self._outbox.get(timeout=scaled(100))
         return told
 
     def send(self, item: Any) -> None:
@@ -71,7 +72,7 @@ class Child:
     def close(self) -> None:
         """End the process."""
         self._inbox.put(None)
-        self._process.join(20)
+        self._process.join(scaled(20))
         assert self._process.exitcode == 0
 
 
@@ -123,7 +124,7 @@ def test_share_memory_shares_the_packed_buffers(backend: str, method: str, child
     if method == "fork":
         process = multiprocessing.get_context("fork").Process(target=model[0].packed_0.zero_)
         process.start()
-        process.join(60)
+        process.join(scaled(60))
         assert process.exitcode == 0
     else:
         children.append(Child(CONTEXTS["multiprocessing-spawn"], model))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import q4core as q4
+from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(ACTORS))
     import ray
-    from acting import Echo, Friend, Holding, Layered, Stepper
+    from acting import Echo, Friend, Gone, Holding, Layered, Stepper, Unsendable
     from ray.cluster_utils import Cluster
 
     from q4_actors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, MessageError
@@ -58,9 +59,7 @@ def system(cluster: Any) -> Iterator[ActorSystem]:
 
 def expect_death(system: ActorSystem, name: str) -> None:
     """Expect that the system soon tells of a dead actor."""
-    end = time.monotonic() + 20
-    while system._dead is None and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: system._dead is not None)
     with pytest.raises(ActorDeadError, match=name):
         system.check()
 
@@ -71,21 +70,21 @@ def test_messages(system: ActorSystem) -> None:
         ref = system.spawn(Echo, name="echo")
     for _ in range(10):
         ref.tell("x")
-    assert ref.ask("count", timeout=60.0) == 11
-    assert ref.ask("config", timeout=60.0) is q4.ActivationPrecision.EXACT
+    assert ref.ask("count", timeout=scaled(60.0)) == 11
+    assert ref.ask("config", timeout=scaled(60.0)) is q4.ActivationPrecision.EXACT
     with pytest.raises(ValueError, match="for the asker"):
-        ref.ask(("raise", "for the asker"), timeout=60.0)
+        ref.ask(("raise", "for the asker"), timeout=scaled(60.0))
     friend = system.spawn(Friend, other=ref)
-    assert friend.ask("count", timeout=60.0) == 14
+    assert friend.ask("count", timeout=scaled(60.0)) == 14
     with pytest.raises(ActorError, match="asks itself"):
-        friend.ask((friend, "count"), timeout=60.0)
+        friend.ask((friend, "count"), timeout=scaled(60.0))
     ref.tell(("raise", "by a tell"))
-    assert ref.ask("count", timeout=60.0) == 1
+    assert ref.ask("count", timeout=scaled(60.0)) == 1
     assert system.memory_report()["echo"].pid != os.getpid()
     friend.stop()
     ref.tell(("sleep", 5))
     ref.stop(timeout=0.1)  # so it is killed
-    assert system.spawn(Echo, name="echo").ask(1, timeout=60.0) == 1
+    assert system.spawn(Echo, name="echo").ask(1, timeout=scaled(60.0)) == 1
     time.sleep(0.5)
     system.check()  # none of them is dead after failures
 
@@ -93,7 +92,7 @@ def test_messages(system: ActorSystem) -> None:
 def test_errors(system: ActorSystem) -> None:
     """A late answer, a full mailbox, what can't be pickled, and a dead actor are errors that name the actor."""
     ref = system.spawn(Echo, name="slow")
-    ref.ask(1, timeout=60.0)
+    ref.ask(1, timeout=scaled(60.0))
     with pytest.raises(AskTimeoutError, match="actor 'slow' did not answer"):
         ref.ask(("sleep", 0.5), timeout=0.05)
     for _ in range(3):  # beside the one that is late
@@ -101,18 +100,44 @@ def test_errors(system: ActorSystem) -> None:
     with pytest.raises(MailboxFullError, match="mailbox of actor 'slow' is full"):
         ref.tell("x", timeout=0)
     with pytest.raises(MessageError, match="a message to actor 'slow' can't be pickled"):
-        ref.tell((message for message in "generators can't be pickled"), timeout=5.0)
+        ref.tell((message for message in "generators can't be pickled"), timeout=scaled(5.0))
     ref.kill()
-    assert ref.ask(2, timeout=60.0) == 2
+    assert ref.ask(2, timeout=scaled(60.0)) == 2
     large = system.spawn(Holding, torch.ones(1_000_000))
-    assert large.ask(1, timeout=60.0) == 1_000_000
+    assert large.ask(1, timeout=scaled(60.0)) == 1_000_000
     large.kill()
-    assert large.ask(2, timeout=60.0) == 1_000_000
+    assert large.ask(2, timeout=scaled(60.0)) == 1_000_000
     for _ in range(3):
-        ref.tell(("raise", "again"), timeout=60.0)
+        ref.tell(("raise", "again"), timeout=scaled(60.0))
     with pytest.raises(ActorDeadError, match=r"actor 'slow' is dead: too many failures, the last by .*again"):
-        ref.ask(3, timeout=60.0)
+        ref.ask(3, timeout=scaled(60.0))
     expect_death(system, "slow")
+
+
+def test_answers_and_exits(system: ActorSystem) -> None:
+    """What can't be pickled or unpickled is the error that processes give, SystemExit is the asker's; the actor goes on."""
+    ref, odd = system.spawn(Echo, name="echo"), system.spawn(Unsendable, name="odd")
+    for message, text in (("pair", "Pair: 1 and 2"), ("lock", "Odd")):
+        with pytest.raises(MessageError, match=f"answer of actor 'odd' is an error that can't be pickled: {text}"):
+            odd.ask(message, timeout=scaled(60.0))
+    with pytest.raises(MessageError, match=r"the answer of actor 'echo' can't be pickled: .*generator"):
+        ref.ask("generator", timeout=scaled(60.0))
+    with pytest.raises(MessageError, match=r"the answer of actor 'echo' can't be unpickled: .*it has vanished"):
+        ref.ask("gone", timeout=scaled(60.0))
+    with pytest.raises(MessageError, match=r"a message to actor 'echo' can't be unpickled: .*it has vanished"):
+        ref.ask(Gone(), timeout=scaled(60.0))
+    with pytest.raises(SystemExit) as caught:
+        ref.ask(("exit", 3), timeout=scaled(60.0))
+    assert caught.value.code == 3
+    assert ref.ask("count", timeout=scaled(60.0)) == 4
+
+
+def test_start_that_fails(system: ActorSystem) -> None:
+    """Whoever asks an actor whose arguments can't be unpickled is told why."""
+    ref = system.spawn(Holding, Gone(), name="lost")
+    with pytest.raises(ActorDeadError, match=r"actor 'lost' is dead: .*it has vanished"):
+        ref.ask(1, timeout=scaled(60.0))
+    expect_death(system, "it has vanished")
 
 
 def steps(runtime: str, count: int, *, resume: Path | None = None, save: Path | None = None, fatal: Any = ()) -> Any:
@@ -123,7 +148,7 @@ def steps(runtime: str, count: int, *, resume: Path | None = None, save: Path | 
         refs = [system.spawn(Stepper, states[index], states[1 - index], fatal, dies) for index in range(2)]
         for step in range(states[0].version + 1, count + 1):
             for ref in refs:
-                assert ref.ask(step, timeout=60.0) == step
+                assert ref.ask(step, timeout=scaled(60.0)) == step
         if save is not None:
             system.checkpoint(save)
         return torch.stack([state.snapshot().tensor for state in states])
@@ -143,7 +168,7 @@ def test_shared_weight(system: ActorSystem) -> None:
         layer = session.linear(q4.quantize(torch.randn(256, 512), "nf4"), torch.randn(256))
         weight, x = system.share(layer), torch.randn(3, 512)
         refs = [system.spawn(Layered, weight) for _ in range(2)]
-        assert all(torch.equal(ref.ask(x, timeout=60.0), layer(x)) for ref in refs)
+        assert all(torch.equal(ref.ask(x, timeout=scaled(60.0)), layer(x)) for ref in refs)
 
 
 def test_tensor_errors(system: ActorSystem) -> None:
@@ -234,8 +259,8 @@ def test_many_waits(system: ActorSystem) -> None:
     """More calls than Ray lets an actor handle by default may wait for a version, and an update still comes."""
     state: Any = system.mutable(torch.zeros(3), name="state")
     waits = [state._hub.wait.remote("state", 1, 20.0) for _ in range(1200)]
-    state.replace(torch.ones(3), wait=True, timeout=5.0)
-    assert all(ray.get(waits, timeout=60.0))
+    state.replace(torch.ones(3), wait=True, timeout=scaled(5.0))
+    assert all(ray.get(waits, timeout=scaled(60.0)))
 
 
 def test_lost_node(cluster: Any) -> None:
@@ -244,10 +269,10 @@ def test_lost_node(cluster: Any) -> None:
     with System("ray", restarts=0, ray_options={"resources": {"lost": 0.1}}) as system:
         state = system.mutable(torch.zeros(3), name="state")
         ref = system.spawn(Echo, name="remote")
-        assert ref.ask(1, timeout=60.0) == 1
+        assert ref.ask(1, timeout=scaled(60.0)) == 1
         cluster.remove_node(node)
         with pytest.raises(ActorDeadError, match=r"actor 'remote' is dead: Ray says: .*node"):
-            ref.ask(1, timeout=60.0)
+            ref.ask(1, timeout=scaled(60.0))
         assert not ref.is_alive()
         expect_death(system, "remote")  # whoever waits for a tensor is told, too
         state.replace(torch.ones(3))

@@ -16,6 +16,7 @@ import q4core as q4
 from q4core.plugin_api import emit
 from tests.support.events import forget_warnings
 from tests.support.fakes import FakeBackend, plugin
+from tests.support.limits import within
 
 
 def _nothing() -> list[Any]:
@@ -264,9 +265,10 @@ def test_a_plugin_that_hangs_is_named_after_the_time_limit(
     registry = q4.Registry(environment={"Q4_PLUGINS": "dequant-fallback", "Q4_PLUGIN_MODULES": name})
     registry.time_limit_s = 5.0
     started = time.perf_counter()
-    assert "dequant-fallback" in registry.backends()
-    registry.dialects()
-    assert 5 <= time.perf_counter() - started < 60
+    with within(60):
+        assert "dequant-fallback" in registry.backends()
+        registry.dialects()
+    assert time.perf_counter() - started >= 5
     record = _records(registry)[name]
     line, function = (3, "<module>") if where == "import" else (5, "q4_backends")
     what = "import" if where == "import" else "hook q4_backends"

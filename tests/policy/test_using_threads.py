@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import q4core as q4
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,16 +81,16 @@ def test_blocks_of_several_threads_do_not_meet() -> None:
 
     def actor(name: str) -> None:
         with q4.using(q4.SessionConfig(backend=name)):
-            barrier.wait(60)
+            barrier.wait(scaled(60))
             told[name] = (_backend(), _in_thread(_backend))
-            barrier.wait(60)
+            barrier.wait(scaled(60))
 
     actors = [threading.Thread(target=actor, args=(name,)) for name in ("a", "b")]
     for thread in actors:
         thread.start()
-    barrier.wait(60)
+    barrier.wait(scaled(60))
     assert (_backend(), _in_thread(_backend)) == (None, None)  # this thread is inside no block
-    barrier.wait(60)
+    barrier.wait(scaled(60))
     for thread in actors:
         thread.join()
     assert told == {"a": ("a", "a"), "b": ("b", "b")}

@@ -14,6 +14,8 @@ import attrs
 import pytest
 from matplotlib import image
 
+from tests.support.limits import scaled
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -43,7 +45,7 @@ def run_example(name: str, *arguments: object, folder: Path) -> subprocess.Compl
         [sys.executable, "-W", "error", str(ROOT / "examples" / name), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=scaled(300),
         check=False,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},

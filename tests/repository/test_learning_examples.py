@@ -14,6 +14,7 @@ from matplotlib import image
 
 import q4core as q4
 from q4_nn import STELinear, pack_, ste_weight
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,7 +29,7 @@ def told(name: str, folder: Path, *arguments: object) -> str:
     """Run an example to its end, check its picture, and return what it printed."""
     picture = folder / "picture.png"
     command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments), "--picture", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=3600)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=scaled(3600))
     assert done.returncode == 0, done.stderr
     pixels = image.imread(picture, format="png")
     assert pixels[..., :3].reshape(-1, 3).std(0).max() > 0.05

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import scaled
+
 PAGES = ("docs/memory.md", "plugins/um-managed/README.md")
 SNIPPETS = [
     snippet
@@ -35,5 +37,5 @@ def test_snippet_runs(snippet: str, tmp_path: Path) -> None:
     if "multiprocessing" not in snippet:
         runpy.run_path(str(file))
         return
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import pytest
 
 import q4core as q4
 from benchmarks import __main__ as benchmarks
+from tests.support.limits import scaled
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -27,7 +28,7 @@ def test_readme_has_examples() -> None:
 def test_example_runs(example: str, tmp_path: Path) -> None:
     """Each Python example runs as it stands, in an empty folder."""
     command = [sys.executable, "-c", example]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -36,7 +37,7 @@ def test_the_report_is_the_one_shown(tmp_path: Path) -> None:
     (example,) = (text for text in EXAMPLES if "session.report()" in text)
     shown = re.findall(r"^    (\S.*(?:\n    .*)*)", README.partition("`session.report()` says")[2], re.MULTILINE)[0]
     done = subprocess.run(
-        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=scaled(120), check=True
     )
     assert _without_isa(done.stdout).startswith(_without_isa(re.sub("^    ", "", shown, flags=re.MULTILINE)))
 
@@ -49,7 +50,7 @@ def _without_isa(text: str) -> str:
 def test_commands_are_there() -> None:
     """``q4 --help`` lists each command that the README names."""
     command = [sys.executable, "-m", "q4_cli", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=True)
     assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", done.stdout)] == []
 
 

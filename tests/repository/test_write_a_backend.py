@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import scaled
+
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs/write-a-backend"
 PAGE = (GUIDE / "index.md").read_text(encoding="utf-8")
@@ -44,7 +46,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> str:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -116,7 +118,7 @@ def test_a_whole_plugin_holds_what_the_page_says(page: str, tmp_path: Path) -> N
         env=os.environ | {"Q4_PLUGIN_MODULES": module, "PYTHONPATH": "."},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=scaled(240),
         check=False,
     )
     document = json.loads(done.stdout)["certificate"]

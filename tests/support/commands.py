@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from q4_cli.app import run
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +49,7 @@ def process(*arguments: object, variables: Mapping[str, str] | None = None) -> s
         [sys.executable, "-m", "q4_cli", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=scaled(180),
         check=False,
         env={**environment, "PYTHONPATH": path, **given},
     )

@@ -11,6 +11,8 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.support.limits import scaled
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -57,4 +59,6 @@ def run(python: Path, *arguments: object, folder: Path) -> subprocess.CompletedP
     """Run a program of an environment in a folder, without the variables that would bring this checkout back."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "Q4_", "COV_", "PYTEST_"))}
     command = [str(python), *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=kept, capture_output=True, text=True, timeout=scaled(300), check=False
+    )

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.support.limits import scaled
 from tests.support.parts import catchers, parts
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def collected() -> tuple[str, ...]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", _IN_CI]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "COV_"))}
     done = subprocess.run(
-        [*command, *chosen], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+        [*command, *chosen], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=scaled(600), check=False
     )
     if done.returncode:
         raise RuntimeError(f"pytest could not collect: {done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from sharing import until
+from tests.support.limits import explain, scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from q4_actors import MutableTensor
 
-HUNG = 10.0
+HUNG = scaled(10.0)
 """Seconds after which a call has hung. Its thread is a daemon, so that it can't hang the suite."""
 
 
@@ -35,7 +35,7 @@ class Call:
 
     def _join(self) -> None:
         self._thread.join(HUNG)
-        assert not self._thread.is_alive(), "hung"
+        assert not self._thread.is_alive(), explain()
 
     def result(self) -> Any:
         """Return what the call returned, or raise what it raised."""

@@ -12,6 +12,7 @@ import torch
 
 import q4core as q4
 from q4_actors import Actor
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +41,8 @@ class Echo(Actor):
             "count": self.count,
             "name": self.name,
             "lambda": lambda: None,
+            "generator": (number for number in range(7, 10)),
+            "gone": Gone(),
             "config": q4.resolve_config().activation_precision,
             "threads": torch.get_num_threads(),
             "pid": os.getpid(),
@@ -77,9 +80,9 @@ class Friend(Actor):
         """Ask the one that it has, or the one that comes with the message."""
         if isinstance(message, tuple):
             other, question = message
-            return other.ask(question, timeout=20.0)
+            return other.ask(question, timeout=scaled(20.0))
         assert self.other is not None
-        return self.other.ask(message, timeout=20.0)
+        return self.other.ask(message, timeout=scaled(20.0))
 
 
 class Holding(Actor):
@@ -98,7 +101,7 @@ class Unsendable(Actor):
 
     def on_receive(self, message: Any) -> Any:
         """Raise one."""
-        raise Odd(threading.Lock())
+        raise Pair(1, 2) if message == "pair" else Odd(threading.Lock())
 
 
 class Gone:
@@ -115,6 +118,13 @@ def _vanish() -> None:
 
 class Odd(Exception):  # noqa: N818  # a test's own
     """Holds what can't be pickled."""
+
+
+class Pair(Exception):  # noqa: N818  # as above
+    """Can be pickled, and not be made again."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
 
 
 class Stepper(Actor):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 from acting import Stepper, actor_events
 
 from q4_actors import ActorSystem
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,14 +41,6 @@ def heard(caplog: pytest.LogCaptureFixture) -> Callable[[], list[tuple[str, dict
     return lambda: actor_events(caplog)
 
 
-def until(check: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait until something holds."""
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def steps(
     runtime: str, folder: Path, *, half: bool = False, resume: Path | None = None, fatal: tuple[int, ...] = ()
 ) -> torch.Tensor:
@@ -60,7 +52,7 @@ def steps(
         first = states[0].version + 1
         for step in range(first, 11 if half else 21):
             for ref in refs:  # one after the other reads, so that the order is the program's
-                assert ref.ask(step, timeout=30.0) == step
+                assert ref.ask(step, timeout=scaled(30.0)) == step
         if half:
             assert system.checkpoint(folder / "half.pt") == {"s0": 10, "s1": 10}
             assert system.clock == 10

@@ -13,14 +13,14 @@ import torch
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
+from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
     import concurrent.futures
     import contextlib
-    from collections.abc import Callable
 
 MODES = list(MutableMode)
-LONG = 30.0
+LONG = scaled(30.0)
 """Seconds after which a test has hung."""
 
 
@@ -40,14 +40,6 @@ def poisoned(mode: MutableMode) -> MutableTensor:
         with pytest.raises(q4.PoisonedError), state.read() as view:
             view.tensor.fill_(7.0)
     return state
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for another thread."""
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline, "hung"
-        time.sleep(0.001)
 
 
 def content_of(state: MutableTensor) -> list[float]:

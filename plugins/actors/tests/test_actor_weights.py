@@ -14,6 +14,7 @@ from acting import Layered, actor_events
 
 import q4core as q4
 from q4_actors import ActorSystem, share
+from tests.support.limits import scaled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are for Linux")
 
@@ -33,12 +34,12 @@ def test_actors_compute_with_one_weight(runtime: str, layer: q4.Q4Linear) -> Non
     with ActorSystem(runtime) as system:
         weight = system.share(layer)
         refs = [system.spawn(Layered, weight, name=f"a{index}") for index in range(3)]
-        assert all(torch.equal(ref.ask(x, timeout=60.0), layer(x)) for ref in refs)
+        assert all(torch.equal(ref.ask(x, timeout=scaled(60.0)), layer(x)) for ref in refs)
         report = system.memory_report()
         assert len({one.pid for one in report.values()}) == (1 if runtime == "threads" else 3)
         assert all(one.private_bytes > 0 and one.shared_bytes > 0 for one in report.values())
         if runtime == "processes":
-            assert all(ref.ask("buffers", timeout=20.0) for ref in refs)
+            assert all(ref.ask("buffers", timeout=scaled(20.0)) for ref in refs)
             refs[0].stop()
             assert set(system.memory_report()) == {"a1", "a2"}
     with pytest.raises(q4.LifecycleError, match=r"closed|vanished"):
@@ -56,10 +57,10 @@ def test_actors_share_a_large_weight() -> None:
         small = system.share(blocks, canonical=False)  # what a process needs once is not the large one's
         refs = [system.spawn(Layered, small, name=f"a{index}") for index in range(4)]
         for ref in refs:
-            ref.ask(x, timeout=60.0)
+            ref.ask(x, timeout=scaled(60.0))
         before = system.memory_report()
         for ref in refs:
-            ref.ask(("take", weight, x), timeout=60.0)
+            ref.ask(("take", weight, x), timeout=scaled(60.0))
         after = system.memory_report()
         grown = sum(after[name].private_bytes - before[name].private_bytes for name in after)
         assert grown < 0.05 * len(refs) * weight.nbytes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from acting import Echo, Friend, Starting
-from actor_fixtures import SHARED, steps, until
+from actor_fixtures import SHARED, steps
 
 import q4core as q4
 from q4_actors import (
@@ -25,6 +25,7 @@ from q4_actors import (
     MutableTensor,
     SharedMutableTensor,
 )
+from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
 def test_ask_and_tell(system: ActorSystem) -> None:
     """Messages of one sender are handled in order, and the return value answers an ask."""
     ref = system.spawn(Echo, name="echo")
-    assert ref.ask({"a": torch.arange(3)}, timeout=20.0)["a"].tolist() == [0, 1, 2]
+    assert ref.ask({"a": torch.arange(3)}, timeout=scaled(20.0))["a"].tolist() == [0, 1, 2]
     for _ in range(20):  # more than the mailbox holds: tell waits
         ref.tell("x")
-    assert ref.ask("count", timeout=20.0) == 22
-    assert ref.ask("name", timeout=20.0) == "echo"
+    assert ref.ask("count", timeout=scaled(20.0)) == 22
+    assert ref.ask("name", timeout=scaled(20.0)) == "echo"
     assert repr(ref) == "ActorRef('echo', alive)"
-    ref.stop(timeout=20.0)
+    ref.stop(timeout=scaled(20.0))
     assert repr(ref) == "ActorRef('echo', dead)"
 
 
@@ -49,10 +50,10 @@ def test_large_messages(system: ActorSystem) -> None:
     """A message and an answer larger than a page arrive whole, and leave nothing behind."""
     ref = system.spawn(Echo)
     large = torch.arange(100_000)
-    assert torch.equal(ref.ask(large, timeout=20.0), large)
+    assert torch.equal(ref.ask(large, timeout=scaled(20.0)), large)
     for _ in range(6):
         ref.tell(large)
-    ref.stop(timeout=20.0)
+    ref.stop(timeout=scaled(20.0))
     assert not [item for folder in SHARED.glob("q4actors-*") for item in folder.glob("m*")]
 
 
@@ -60,30 +61,30 @@ def test_actors_know_one_another(system: ActorSystem) -> None:
     """A reference can be an argument or a message, and works in another actor."""
     echo = system.spawn(Echo)
     friend = system.spawn(Friend, other=echo)
-    assert friend.ask("count", timeout=20.0) == 1
-    assert friend.ask((echo, "count"), timeout=20.0) == 2
+    assert friend.ask("count", timeout=scaled(20.0)) == 1
+    assert friend.ask((echo, "count"), timeout=scaled(20.0)) == 2
     with pytest.raises(ValueError, match="from afar"):
-        friend.ask((echo, ("raise", "from afar")), timeout=20.0)
+        friend.ask((echo, ("raise", "from afar")), timeout=scaled(20.0))
     with pytest.raises(ActorError, match="asks itself"):
-        friend.ask((friend, "count"), timeout=20.0)
+        friend.ask((friend, "count"), timeout=scaled(20.0))
 
 
 def test_exception_of_an_ask(system: ActorSystem) -> None:
     """What an actor raises in an ask is raised there, and the actor goes on as it was."""
     ref = system.spawn(Echo)
     with pytest.raises(ValueError, match="for the asker"):
-        ref.ask(("raise", "for the asker"), timeout=20.0)
+        ref.ask(("raise", "for the asker"), timeout=scaled(20.0))
     with pytest.raises(SystemExit):
-        ref.ask(("exit", 3), timeout=20.0)
-    assert ref.ask("count", timeout=20.0) == 3
+        ref.ask(("exit", 3), timeout=scaled(20.0))
+    assert ref.ask("count", timeout=scaled(20.0)) == 3
 
 
 def test_failure_restarts(system: ActorSystem, heard: Callable[[], list[tuple[str, dict[str, Any]]]]) -> None:
     """An exception in a tell restarts the actor, and events tell of it."""
     ref = system.spawn(Echo, name="fragile")
     ref.tell(("raise", "by a tell"))
-    assert ref.ask("count", timeout=20.0) == 1
-    ref.stop(timeout=20.0)
+    assert ref.ask("count", timeout=scaled(20.0)) == 1
+    ref.stop(timeout=scaled(20.0))
     until(lambda: "stopped" in [event for event, _ in heard()])
     assert [event for event, _ in heard()] == ["started", "failed", "restarted", "started", "stopped"]
     assert all(fields["actor"] == "fragile" for _, fields in heard())
@@ -93,7 +94,7 @@ def test_failure_restarts(system: ActorSystem, heard: Callable[[], list[tuple[st
 
 def test_failing_start(system: ActorSystem, tmp_path: Path) -> None:
     """An actor that fails while it starts is restarted."""
-    assert system.spawn(Starting, tmp_path / "there").ask(1, timeout=20.0) == 1
+    assert system.spawn(Starting, tmp_path / "there").ask(1, timeout=scaled(20.0)) == 1
 
 
 def test_restart_loop(system: ActorSystem) -> None:
@@ -106,7 +107,7 @@ def test_restart_loop(system: ActorSystem) -> None:
     with pytest.raises(
         ActorDeadError, match=r"actor 'doomed' is dead: too many failures, the last by .*again"
     ) as raised:
-        ref.ask("count", timeout=20.0)
+        ref.ask("count", timeout=scaled(20.0))
     assert raised.value.details["actor"] == "doomed"
     assert not ref.is_alive()
     with pytest.raises(ActorDeadError):
@@ -114,8 +115,8 @@ def test_restart_loop(system: ActorSystem) -> None:
     until(lambda: system._dead is not None)
     with pytest.raises(ActorDeadError, match="doomed"):
         system.check()
-    assert other.ask(1, timeout=20.0) == 1  # the others go on
-    assert system.spawn(Echo, name="doomed").ask(1, timeout=20.0) == 1  # the name is free again
+    assert other.ask(1, timeout=scaled(20.0)) == 1  # the others go on
+    assert system.spawn(Echo, name="doomed").ask(1, timeout=scaled(20.0)) == 1  # the name is free again
 
 
 def test_system_stops_with_its_dead(runtime: str) -> None:
@@ -133,7 +134,7 @@ def test_system_stops_with_its_dead(runtime: str) -> None:
 def test_full_mailbox(system: ActorSystem) -> None:
     """A full mailbox refuses or lets wait, as the timeout says; nothing is lost or doubled."""
     ref = system.spawn(Echo, name="busy")
-    ref.ask(0, timeout=20.0)
+    ref.ask(0, timeout=scaled(20.0))
     ref.tell(("sleep", 0.5))
     time.sleep(0.1)  # it sleeps by now
     for _ in range(4):
@@ -143,17 +144,17 @@ def test_full_mailbox(system: ActorSystem) -> None:
     assert raised.value.details["limit"] == 4
     with pytest.raises(MailboxFullError):
         ref.tell("x", timeout=0.01)
-    ref.tell("x", timeout=20.0)
-    assert ref.ask("count", timeout=20.0) == 8
+    ref.tell("x", timeout=scaled(20.0))
+    assert ref.ask("count", timeout=scaled(20.0)) == 8
 
 
 def test_ask_timeout(system: ActorSystem) -> None:
     """An answer that is late raises for the asker, and is not taken for the next one's."""
     ref = system.spawn(Echo, name="slow")
-    ref.ask(1, timeout=20.0)
+    ref.ask(1, timeout=scaled(20.0))
     with pytest.raises(AskTimeoutError, match=r"actor 'slow' did not answer within 0\.05 s"):
         ref.ask(("sleep", 0.2), timeout=0.05)
-    assert ref.ask("count", timeout=20.0) == 3
+    assert ref.ask("count", timeout=scaled(20.0)) == 3
 
 
 def test_stop(system: ActorSystem) -> None:
@@ -161,9 +162,9 @@ def test_stop(system: ActorSystem) -> None:
     ref = system.spawn(Echo, name="stopped")
     ref.tell(("sleep", 0.05))
     ref.tell("x")
-    ref.stop(timeout=20.0)
+    ref.stop(timeout=scaled(20.0))
     with pytest.raises(ActorDeadError, match="actor 'stopped' is dead: it was stopped"):
-        ref.ask(1, timeout=20.0)
+        ref.ask(1, timeout=scaled(20.0))
     ref.stop()
 
 
@@ -171,9 +172,9 @@ def test_config_of_the_spawner(system: ActorSystem) -> None:
     """``using`` reaches an actor, and so does the number of torch's threads."""
     with q4.using(q4.SessionConfig(activation_precision="exact")):
         ref = system.spawn(Echo)
-    assert ref.ask("config", timeout=20.0) is q4.ActivationPrecision.EXACT
-    assert system.spawn(Echo).ask("config", timeout=20.0) is q4.ActivationPrecision.AUTO
-    assert ref.ask("threads", timeout=20.0) == torch.get_num_threads()
+    assert ref.ask("config", timeout=scaled(20.0)) is q4.ActivationPrecision.EXACT
+    assert system.spawn(Echo).ask("config", timeout=scaled(20.0)) is q4.ActivationPrecision.AUTO
+    assert ref.ask("threads", timeout=scaled(20.0)) == torch.get_num_threads()
 
 
 def test_same_bits_everywhere(runtime: str, tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_kinds_of_tensors(system: ActorSystem, runtime: str) -> None:
         system.mutable(torch.zeros(3), name="managed", unified_memory="require_unified")
     with pytest.raises(q4.ConfigError, match="device"):
         system.mutable(torch.zeros(3), name="afar", device="cuda:99")
-    system.stop(timeout=20.0)
+    system.stop(timeout=scaled(20.0))
     assert state.is_closed
 
 
@@ -258,7 +259,7 @@ def test_checkpoint_of_a_moving_state(system: ActorSystem, tmp_path: Path) -> No
     mover.start()
     try:
         for _ in range(10):
-            versions = system.checkpoint(tmp_path / "c.pt", timeout=20.0)
+            versions = system.checkpoint(tmp_path / "c.pt", timeout=scaled(20.0))
             assert versions["a"] - versions["b"] in {0, 1}
             kept = torch.load(tmp_path / "c.pt", weights_only=True)["tensors"]
             assert all(int(one["tensor"]) == one["version"] for one in kept.values())
@@ -298,7 +299,7 @@ def test_events_are_logged(system: ActorSystem, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, logger="q4core"):
         ref = system.spawn(Echo, name="logged")
         ref.tell(("raise", "for the log"))
-        ref.ask(1, timeout=20.0)
+        ref.ask(1, timeout=scaled(20.0))
         until(lambda: any("q4.actor.failed" in line and "actor=logged" in line for line in caplog.messages))
 
 
@@ -318,7 +319,7 @@ def test_block_that_fails(runtime: str) -> None:
 
     def fail(system: ActorSystem) -> None:
         refs.append(system.spawn(Echo))
-        refs[0].ask(1, timeout=60.0)
+        refs[0].ask(1, timeout=scaled(60.0))
         refs[0].tell(("sleep", 3))
         raise ValueError("on purpose")
 

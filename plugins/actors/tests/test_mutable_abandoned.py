@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from abandonment import HUNG, Abandoned, Call, content_of, write
-from sharing import until
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
+from tests.support.limits import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sharing import LONG, Held, content_of, failing_block, until
+from sharing import LONG, Held, content_of, failing_block
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
 from q4_actors.dual_view import DeviceSync
 from q4core.errors import LifecycleError
+from tests.support.limits import until
 
 if TYPE_CHECKING:
     import concurrent.futures

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sharing import LONG, content_of, failing_block, poisoned, until
+from sharing import LONG, content_of, failing_block, poisoned
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
+from tests.support.limits import until
 
 if TYPE_CHECKING:
     import concurrent.futures

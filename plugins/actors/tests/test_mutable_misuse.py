@@ -13,6 +13,7 @@ import torch
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
 from q4core import memory
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,11 +94,11 @@ def test_a_forked_child_may_not_use_it(mode: MutableMode, use: str) -> None:
     def hold() -> None:
         with state._content.lock:
             held.set()
-            done.wait(60)
+            done.wait(scaled(60))
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(60)
+    held.wait(scaled(60))
     told = in_child(lambda: USES[use](state))
     done.set()
     thread.join()

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from sharing import LONG, Held, content_of, until
+from sharing import LONG, Held, content_of
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, rwlock
 from q4_actors.content import Content
+from tests.support.limits import until
 
 if TYPE_CHECKING:
     import concurrent.futures

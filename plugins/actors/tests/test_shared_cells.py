@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from processes import processes
-from sharing import LONG, content_of, fork_by_c, until
+from sharing import LONG, content_of, fork_by_c
 
 import q4core as q4
 from q4_actors import MutableTensor, SharedMutableTensor, backoff, file_locks, segment, shared_content
+from tests.support.limits import until
 
 if TYPE_CHECKING:
     import concurrent.futures

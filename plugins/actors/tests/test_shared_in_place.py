@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from processes import processes
-from sharing import LONG, Held, content_of, fork_by_c, until
+from sharing import LONG, Held, content_of, fork_by_c
 
 import q4core as q4
 from q4_actors import MutableMode, SharedMutableTensor, backoff
+from tests.support.limits import until
 
 if TYPE_CHECKING:
     import concurrent.futures

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from processes import CONTEXT, processes
-from sharing import LONG, Held, content_of, until
+from sharing import LONG, Held, content_of
 
 import q4core as q4
 from q4_actors import MutableMode, SharedMutableTensor
 from q4_actors.segment import FIRST_ROW
 from q4_conformance.measurement.history import Operation, violations
+from tests.support.limits import until
 
 if TYPE_CHECKING:
     import concurrent.futures

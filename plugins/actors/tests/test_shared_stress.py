@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.support.limits import scaled
+
 FOLDER = pathlib.Path(__file__).parent
 BROKEN = """
 import shared_stress
@@ -52,7 +54,7 @@ shared_stress.main(["--operations", "200", "--kills", "0", "--kinds", kind, "--m
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", *arguments]  # of forks with threads; there are none
-    return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False, timeout=1800)
+    return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False, timeout=scaled(1800))
 
 
 @pytest.mark.parametrize(

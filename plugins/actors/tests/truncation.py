@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from tests.support.limits import scaled
+
 if TYPE_CHECKING:
     from q4_actors import MutableMode
 
@@ -149,7 +151,7 @@ def ends_after_truncation(mode: MutableMode, size: int) -> tuple[dict[str, int],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=scaled(240),
         check=False,
     )
     assert done.returncode == 0, done.stderr

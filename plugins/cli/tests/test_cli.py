@@ -18,6 +18,7 @@ import q4core as q4
 from q4_cli.app import build_app, run
 from tests.support.commands import NF4, ROOT, answer, process, say
 from tests.support.fakes import plugin
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -229,7 +230,7 @@ def test_ctrl_c_while_torch_loads_is_quiet(tmp_path: Path) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=scaled(60))
     assert (process.returncode, said) == (130, "")
 
 
@@ -239,5 +240,5 @@ def test_threads_wait_passively_unless_the_user_says_otherwise(
 ) -> None:
     """OpenMP's threads, which torch computes with, don't spin while they wait: a busy machine stays usable."""
     process = start_loading(tmp_path, 0, **variables)
-    seen, _ = process.communicate(timeout=60)
+    seen, _ = process.communicate(timeout=scaled(60))
     assert seen.split() == [policy]

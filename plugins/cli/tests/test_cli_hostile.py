@@ -23,6 +23,7 @@ import q4core as q4
 from q4_cli.app import run
 from q4_cli.failure import describe
 from tests.support.fakes import plugin
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -375,7 +376,7 @@ def test_unreadable_file_is_told(tmp_path: Path) -> None:
     path = tmp_path / "packed.safetensors"
     path.chmod(0)
     done = start("inspect", path, before=drop_privileges)
-    out, err = done.communicate(timeout=180)
+    out, err = done.communicate(timeout=scaled(180))
     assert (done.returncode, out) == (2, "")
     assert err.startswith("error [checkpoint]")
     assert "Permission denied" in err
@@ -394,7 +395,7 @@ def test_full_disk_leaves_nothing(out: str, tmp_path: Path) -> None:
     save_file({f"{index}.weight": torch.randn(256, 512) for index in range(4)}, "large.safetensors")
     before = files(tmp_path)
     done = start("quantize", "large.safetensors", out, "--format", "nf4", before=limit_files)
-    text, err = done.communicate(timeout=180)
+    text, err = done.communicate(timeout=scaled(180))
     assert (done.returncode, text) == (1, "")
     assert err.startswith("error [checkpoint]")
     assert "File too large" in err
@@ -416,7 +417,7 @@ def test_interrupted_leaves_nothing(number: signal.Signals, status: int, tmp_pat
             break
         time.sleep(0.005)
     done.send_signal(number)
-    out, err = done.communicate(timeout=180)
+    out, err = done.communicate(timeout=scaled(180))
     assert done.returncode == status
     assert "Traceback" not in err
     if number is signal.SIGINT:
@@ -432,7 +433,7 @@ def test_broken_pipe_is_quiet(flags: list[str]) -> None:
     os.close(reader)
     done = start("doctor", *flags, stdout=writer)
     os.close(writer)
-    _, err = done.communicate(timeout=180)
+    _, err = done.communicate(timeout=scaled(180))
     assert (done.returncode, err) == (141, "")
 
 
@@ -440,7 +441,7 @@ def test_broken_pipe_is_quiet(flags: list[str]) -> None:
 def test_closed_stdout_is_no_fault() -> None:
     """With stdout closed the command still works and ends with 0."""
     done = start("inspect", NF4, before=lambda: os.close(1))
-    _, err = done.communicate(timeout=180)
+    _, err = done.communicate(timeout=scaled(180))
     assert (done.returncode, err) == (0, "")
 
 
@@ -475,7 +476,7 @@ def test_plain_terminals_and_no_color(tmp_path: Path) -> None:
             if not chunk:
                 break
             text += chunk
-        assert shown.wait(timeout=180) == 0
+        assert shown.wait(timeout=scaled(180)) == 0
         os.close(master)
         assert b"nf4" in text
         assert (b"\x1b[" in text) is styled

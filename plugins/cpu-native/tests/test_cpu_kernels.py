@@ -16,6 +16,7 @@ import torch
 import q4core as q4
 from q4_cpu_native import CpuNative
 from q4_cpu_native.tables import table_of, words_of
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -235,7 +236,7 @@ for layer in layers: layer(x, out=out)
 print(resident() - before)
 """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=scaled(120), check=True
     )
     assert int(done.stdout) < 24  # MB; 128 would be the activations themselves
 
@@ -256,7 +257,7 @@ if child == 0:
     os._exit(0)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=scaled(60), check=False)
     assert done.returncode == 0
 
 
@@ -306,7 +307,7 @@ if child == 0:
     os._exit(0 if torch.equal(layer(x), y) else 3)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=scaled(60), check=False)
     assert done.returncode == 0
 
 

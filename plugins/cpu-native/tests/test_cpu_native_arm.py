@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import scaled
+
 pytestmark = [pytest.mark.arm, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +49,7 @@ def _program() -> Path:
 def _run(processor: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the program on an emulated processor."""
     command = [_tool("qemu-aarch64-static"), "-L", LIBRARIES, "-cpu", processor, str(_program()), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=scaled(300), check=False)
 
 
 def _answer(*command: str) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import scaled
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +72,7 @@ def _fixed_addresses() -> tuple[str, ...]:
 def _run(kind: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     prefix = _fixed_addresses() if kind == "thread" else ()
     command = [*prefix, str(_program(kind)), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=scaled(300), check=False)
 
 
 def _passes(kind: str, *arguments: str) -> str:

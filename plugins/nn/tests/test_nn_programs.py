@@ -15,6 +15,7 @@ from torch import nn
 import q4core as q4
 from q4_nn import LayerType, OffsetRMSNorm, build_mlp, build_rnn, make, make_program, pack_
 from q4core.programs import Op
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -395,11 +396,11 @@ def test_a_child_forked_during_a_run_does_not_wait() -> None:
     def hold() -> None:
         with program._bound.lock:  # type: ignore[union-attr]  # it is bound
             held.set()
-            done.wait(60)
+            done.wait(scaled(60))
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(60)
+    held.wait(scaled(60))
     child = os.fork()
     if not child:
         with torch.no_grad():

@@ -16,6 +16,7 @@ from q4_nn import pack_
 from q4_snn import LI, LIF, CubaLIF, Network, Population, Projection, SparseProjection, spikegen
 from q4_snn.actors import ActorNetwork
 from q4core import ConfigError, InputError
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -168,7 +169,7 @@ def test_membrane_that_is_not_finite() -> None:
         with pytest.raises(ActorDeadError, match=r"NonFiniteStateError: population 'a': mem must be finite"):
             crew(x)
         assert crew.clock == 1
-        system.stop(timeout=5.0)
+        system.stop(timeout=scaled(5.0))
 
 
 def test_checkpoint_of_other_populations(tmp_path: Path) -> None:

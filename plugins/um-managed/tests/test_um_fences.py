@@ -18,6 +18,7 @@ from pretended_driver import (
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -135,9 +136,9 @@ def test_a_block_that_is_left_too_late_forgets_no_reader(fenced: tuple[Pretended
     block = state.write()
     thread = threading.Thread(target=block.__enter__)
     thread.start()
-    thread.join(30)
+    thread.join(scaled(30))
     case.torch.current = 22
-    state.reset(timeout=30)
+    state.reset(timeout=scaled(30))
     queue_on(case, 23, state.read())
     case.torch.current = 21
     with pytest.raises(q4.LifecycleError):

@@ -17,6 +17,7 @@ import q4core as q4
 from q4_actors import MutableMode, MutableTensor
 from q4_um_managed import ManagedProvider
 from q4core import UnifiedMemoryPolicy as Policy
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -268,5 +269,5 @@ def test_actors_on_both_sides_never_see_half_an_update(provider: ManagedProvider
                     assert float(low) == float(high) == seen.version
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, ["cpu", "cuda", "cpu", "cuda"], timeout=120))
+        list(pool.map(work, ["cpu", "cuda", "cpu", "cuda"], timeout=scaled(120)))
     assert state.version == 200

@@ -15,6 +15,7 @@ from pretended_driver import CONCURRENT, CUDA, GB10, GIB, LEGACY, Pretended, Run
 import q4core as q4
 from q4_um_managed.blocks import rounded
 from q4core.memory import Placement
+from tests.support.limits import scaled
 
 CPU = torch.device("cpu")
 SIDE = 8
@@ -258,7 +259,7 @@ def test_threads_never_share_a_block() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(scaled(120))
     assert not faults
     gc.collect()
     stats = case.provider.stats()
