@@ -50,9 +50,13 @@ class PackedEmbedding(nn.Module):
         self.dtype = dtype
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return rows [..., hidden] of token numbers [...]."""
-        rows: torch.Tensor = self.layer.rows(tokens.flatten(), self.dtype)
-        return rows.view(*tokens.shape, -1)
+        """Return rows [..., hidden] of token numbers [...].
+
+        Raises:
+            InputError: A token number is out of range, or no int64 or int32.
+        """
+        rows: torch.Tensor = self.layer.rows(tokens, self.dtype)
+        return rows
 
     def emit_program(self, builder: ProgramBuilder, tokens: Value) -> Value:
         """Emit the look-up."""

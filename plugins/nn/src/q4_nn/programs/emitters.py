@@ -144,6 +144,9 @@ def emit_recurrent(
         starts = [[zeros] * kinds for _ in _cells(module)]
     else:
         given = state if isinstance(state, (tuple, list)) else (state,)
+        sizes = (len(_cells(module)), batch, hidden)
+        if [tuple(item.shape) for item in given] != [sizes] * kinds:
+            builder.refuse(f"its state is not {kinds} of the shape {list(sizes)}")
         starts = [[builder.rows(item, cell * batch, batch) for item in given] for cell in _cells(module)]
 
     def at(value: Value, place: int) -> Value:
