@@ -19,6 +19,7 @@ from q4_nn import Generation, LanguageModel, RopeScaling, Sampler, build_transfo
 from q4_nn.programs.decoding import DecodingProgram, decoding_program
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from q4_nn import KVCache, TransformerDecoder
@@ -255,7 +256,7 @@ def saved_and_loaded(cache: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-COPIES = {
+COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),  # noqa: S301  # our own
     "torch.save": saved_and_loaded,

@@ -96,7 +96,9 @@ class RopeScaling:
                 raise ConfigError("rotary embedding", name=name, rule=f"given for rope_type {kind!r}", value=None)
         names = {field.name for field in attrs.fields(cls)}
         known = {name: item for name, item in values.items() if name in names and item is not None}
-        original = values.get("original_max_position_embeddings") or context
+        if kind not in {"yarn", "longrope"}:
+            known.pop("attention_factor", None)  # which the others do not read
+        original = (kind != "dynamic" and values.get("original_max_position_embeddings")) or context
         if kind == "longrope":
             known.setdefault("factor", context / original)
         return cls(kind=kind, original_context=original, **known)

@@ -128,6 +128,11 @@ class TransformerConfig:
         if self.positions == "rotary":
             even = self.rope_dim % 2 == 0 and 0 < self.rope_dim <= self.head_dim
             self._require("rope_dim", even, f"even and at most {self.head_dim}")
+            for name in ("short_factor", "long_factor") if self.rope_scaling.kind == "longrope" else ():
+                factors = getattr(self.rope_scaling, name)
+                if len(factors) != self.rope_dim // 2:
+                    rule = f"{self.rope_dim // 2} numbers long, half of rope_dim"
+                    raise ConfigError(_WHAT, name=f"rope_scaling.{name}", rule=rule, value=len(factors))
         if self.sliding_layers:
             self._require("sliding_window", _is_count(self.sliding_window), "the tokens that a sliding block sees")
         for name in ("no_rope_layers", "sliding_layers"):
