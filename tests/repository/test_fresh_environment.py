@@ -37,6 +37,13 @@ print(json.dumps({
 """
 
 
+def is_ours(path: Path, clone: Path = fresh.ROOT) -> bool:
+    """Return whether a mapped file is one of our packages in an environment, or of the clone outside environments."""
+    if "site-packages" in path.parts:
+        return str(path).rpartition("/site-packages/")[2].startswith("q4")
+    return clone in path.parents
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the python of an environment with torch and its needs, q4core, the fallback, and no other plugin."""
@@ -57,8 +64,17 @@ def test_core_and_fallback_alone_run_a_layer_without_compiled_code_of_ours(pytho
     assert (told["backend"], told["rejections"]) == ("dequant-fallback", 0)
     assert told["modules"] == ["q4_dequant_fallback"]
     assert told["error"] < 1e-4
-    ours = [path for path in told["mapped"] if "/q4" in path.removeprefix(str(site.parent))]
-    assert ours == []
+    mapped = [Path(path) for path in told["mapped"]]
+    assert [path for path in mapped if is_ours(path)] == []
     native = [file for file in site.glob("q4*/**/*") if file.suffix in {".so", ".pyd", ".dylib", ".dll"}]
     assert native == []
-    assert any("libtorch" in path for path in told["mapped"])  # the list is of this process
+    assert any("libtorch" in path.name for path in mapped)  # the list is of this process
+
+
+@pytest.mark.parametrize("clone", ["/home/me/q4core", "/home/me/elsewhere", "/q4core"])
+def test_our_files_are_known_wherever_the_clone_is(clone: str) -> None:
+    """A file of the clone, or of our packages in any environment, is ours; other packages in the clone's aren't."""
+    own, apart = (Path(base, "lib/python3.11/site-packages") for base in (f"{clone}/.nox/env", "/a/q4core-0/env"))
+    ours = [Path(clone, "build/_native.so"), own / "q4_cpu_native/_native.so", apart / "q4_actors/_cells.so"]
+    others = [own / "torch/lib/libtorch_cpu.so", apart / "numpy/_core.so", Path("/usr/lib/libc.so.6")]
+    assert [path for path in (*ours, *others) if is_ours(path, Path(clone))] == ours
