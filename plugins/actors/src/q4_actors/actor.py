@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
+import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_actors.errors import ActorDeadError, AskTimeoutError, MailboxFullError
+from q4_actors.errors import ActorDeadError, AskTimeoutError, MailboxFullError, MessageError
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ __all__ = [
     "dead_error",
     "full_error",
     "late_error",
+    "sendable",
 ]
 
 MAX_RESTARTS = 64
@@ -210,6 +213,14 @@ def full_error(name: str, limit: int) -> MailboxFullError:
 def late_error(name: str, timeout: float | None) -> AskTimeoutError:
     """Return the error of those who get no answer."""
     return AskTimeoutError(f"actor {name!r} did not answer within {timeout} s", actor=name)
+
+
+def sendable(label: str, error: BaseException, dumps: Callable[[BaseException], bytes]) -> BaseException:
+    """Return an error that another process can unpickle: some can't be made again from what ``dumps`` keeps."""
+    with contextlib.suppress(*PLUGIN_FAULTS):
+        pickle.loads(dumps(error))  # noqa: S301  # its own
+        return error
+    return MessageError(f"{label} is an error that can't be pickled: {describe_exception(error)}")
 
 
 class Life:

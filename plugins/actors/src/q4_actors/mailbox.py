@@ -98,10 +98,21 @@ class Page:
 
     @classmethod
     def create(cls, path: pathlib.Path) -> Page:
-        """Make the page of a new actor."""
-        path.touch(mode=0o600)
-        os.truncate(path, 2 * FRAME)
-        page = cls(path)
+        """Make the page of a new actor.
+
+        Raises:
+            ActorError: There is no room for it.
+        """
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, 2 * FRAME)  # so that no later store finds the memory used up
+            finally:
+                os.close(file)
+            page = cls(path)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise ActorError(f"there is no room for another actor: {error}", hint=f"Make room in {FOLDER}.") from error
         for index in range(MAX_RESTARTS):
             page.times[index] = float("-inf")
         return page
@@ -114,14 +125,27 @@ class Page:
     @property
     def why(self) -> str:
         """Why nothing is taken any more."""
-        return bytes(self._why).split(b"\0")[0].decode(errors="replace") or "it was stopped"
+        return self._noted() or "it was stopped"
 
     def end(self, state: int, why: str = "") -> None:
         """Say that nothing is taken any more, and why."""
-        text = why.encode(errors="backslashreplace")[: len(self._why) - 1]
-        if text:
-            self._why[: len(text) + 1] = text + b"\0"
+        if why:
+            self.note(why)
         self._state[0] = state
+
+    def note(self, why: str) -> None:
+        """Keep why the process ends, for its supervisor."""
+        text = why.encode(errors="backslashreplace")[: len(self._why) - 1]
+        self._why[: len(text) + 1] = text + b"\0"
+
+    def take_note(self) -> str:
+        """Return what was noted last, if anything, and forget it."""
+        text = self._noted()
+        self._why[0] = 0
+        return text
+
+    def _noted(self) -> str:
+        return bytes(self._why).split(b"\0")[0].decode(errors="replace")
 
 
 class Post:

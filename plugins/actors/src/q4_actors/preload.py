@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 
-import q4_actors.processes  # noqa: F401  # for the processes
+import q4_actors.processes
 import q4core as q4
 from q4core.plugin_api import PLUGIN_FAULTS
 
+sys.excepthook = q4_actors.processes.note_cause
 with contextlib.suppress(*PLUGIN_FAULTS):  # told where they are used
     q4.default_registry().records()
 gc.collect()

@@ -13,6 +13,7 @@ import pathlib
 import pickle
 import secrets
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import q4core as q4
-from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error
+from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error, sendable
 from q4_actors.backoff import Watch
 from q4_actors.errors import ActorDeadError, ActorError, MessageError
 from q4_actors.mailbox import FRAME, LOOK_S, Frame, Kind, Page, Post, State, dumps
@@ -34,11 +35,12 @@ from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     from q4_actors.actor import Report
     from q4_actors.memory_report import ActorMemory
 
-__all__ = ["ProcessRef", "Processes"]
+__all__ = ["ProcessRef", "Processes", "note_cause"]
 
 _EVENTS_ROOM = 64
 _NUMBERS = itertools.count(secrets.randbits(40))
@@ -190,8 +192,28 @@ def _attached(folder: str, number: int, name: str, room: int) -> ProcessRef:
 # -- in the actor's process
 
 
+def note_cause(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Keep why an actor can't begin for its supervisor, too; ``sys.excepthook`` of the server's processes.
+
+    It is called where a process can't import the script, or can't unpickle the actor's class or arguments.
+    """
+    path = pathlib.Path(multiprocessing.current_process().name)
+    if path.parent.parent == FOLDER and path.name.startswith("page"):
+        Page(path).note(describe_exception(error))
+    sys.__excepthook__(kind, error, trace)
+
+
 def _work(folder: str, number: int, spec: Spec, options: Options, threads: int) -> None:
     """Be an actor."""
+    multiprocessing.current_process().name = spec.name
+    try:
+        _live(folder, number, spec, options, threads)
+    except PLUGIN_FAULTS as error:
+        Page(pathlib.Path(folder) / f"page{number}").note(describe_exception(error))
+        raise
+
+
+def _live(folder: str, number: int, spec: Spec, options: Options, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that spawned it
     torch.set_num_threads(threads)
     post = _post_of(folder, os.getpid())
@@ -233,7 +255,7 @@ def _handle(life: Life, name: str, post: Post, frame: Frame) -> None:
     try:
         kind, body = Kind.WELL, dumps(label, life.handle(frame.body, is_asked=True, load=pickle.loads))
     except PLUGIN_FAULTS as error:
-        kind, body = Kind.WRONG, _packed_error(label, error)
+        kind, body = Kind.WRONG, pickle.dumps(sendable(label, error, pickle.dumps), protocol=5)
     _answer(post, frame, kind, body)
 
 
@@ -244,14 +266,6 @@ def _answer(post: Post, frame: Frame, kind: int, body: bytes) -> None:
         return
     except MessageError as error:
         post.send_waiting(frame.reply, Kind.WRONG, pickle.dumps(error), number=frame.number)
-
-
-def _packed_error(label: str, error: BaseException) -> bytes:
-    with contextlib.suppress(*PLUGIN_FAULTS):
-        body = pickle.dumps(error, protocol=5)
-        pickle.loads(body)  # noqa: S301  # some exceptions can't be made again
-        return body
-    return pickle.dumps(MessageError(f"{label} is an error that can't be pickled: {describe_exception(error)}"))
 
 
 def _end_with_parent(post: Post) -> None:
@@ -304,11 +318,14 @@ class Processes:
                 self._start(worker, number)
             except BaseException as error:
                 _remove_box(box, self._post.folder / f"box{number}")  # the number is the next one's
+                (self._post.folder / f"page{number}").unlink(missing_ok=True)
                 if isinstance(error, (pickle.PicklingError, AttributeError, TypeError)):
                     text = f"actor {spec.name!r} can't be sent to a process: {error}"
                     raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
                 if isinstance(error, (OSError, EOFError)):
-                    raise ActorError(f"actor {spec.name!r} gets no process: {describe_exception(error)}") from error
+                    hint = 'Is what the script runs under `if __name__ == "__main__":`? Is there memory for a process?'
+                    text = f"actor {spec.name!r} gets no process: {describe_exception(error)}"
+                    raise ActorError(text, hint=hint) from error
                 raise
             self._workers[number] = worker
         self._wake()
@@ -368,7 +385,8 @@ class Processes:
 
     def _start(self, worker: _Worker, number: int) -> None:
         arguments = (str(self._post.folder), number, worker.spec, self._options, torch.get_num_threads())
-        worker.process = self._context.Process(target=_work, args=arguments, name=worker.spec.name, daemon=True)
+        page = str(self._post.folder / f"page{number}")  # the process's name until it begins: see note_cause
+        worker.process = self._context.Process(target=_work, args=arguments, name=page, daemon=True)
         worker.process.start()
 
     def _wake(self) -> None:
@@ -400,8 +418,9 @@ class Processes:
         page, name = worker.ref.page, worker.spec.name
         with self._lock:
             worker.process.join()
-            error = f"its process ended with exit code {worker.process.exitcode}"
             if page.state == State.LIVE:
+                noted = page.take_note()
+                error = f"its process ended {f'by {noted}' if noted else f'with exit code {worker.process.exitcode}'}"
                 self._report("failed", level=logging.WARNING, actor=name, error=error)
                 if RestartLimit(self._options.window, page.times[: self._options.restarts]).allows():
                     self._report("restarted", level=logging.WARNING, actor=name)

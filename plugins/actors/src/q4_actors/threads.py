@@ -39,7 +39,10 @@ class ThreadRef(ActorRef):
         self._thread = threading.Thread(
             target=self._run, args=(spec, options, report), name=f"actor {spec.name}", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system's limit
+            raise ActorError(f"actor {spec.name!r} gets no thread: {error}", actor=spec.name) from error
 
     def tell(self, message: Any, *, timeout: float | None = None) -> None:
         """Send a message; see ``ActorRef.tell``."""
