@@ -115,7 +115,7 @@ def test_errors(system: ActorSystem) -> None:
 
 
 def test_answers_and_exits(system: ActorSystem) -> None:
-    """What can't be pickled or unpickled is the error that processes give, SystemExit is the asker's; the actor goes on."""
+    """What can't be sent is the error that processes give, SystemExit is the asker's, and the actor goes on."""
     ref, odd = system.spawn(Echo, name="echo"), system.spawn(Unsendable, name="odd")
     for message, text in (("pair", "Pair: 1 and 2"), ("lock", "Odd")):
         with pytest.raises(MessageError, match=f"answer of actor 'odd' is an error that can't be pickled: {text}"):

@@ -13,7 +13,7 @@ import ray
 import torch
 
 import q4core as q4
-from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error
+from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error, sendable
 from q4_actors.errors import ActorDeadError, ActorError, MessageError
 from q4_actors.memory_report import ActorMemory, memory_of
 from q4_actors.ray_tensor import BORN, Hub, RayTensor, key_of, words_of
@@ -54,17 +54,23 @@ class _Host:
                 self._why = error.details["why"]
 
     def receive(self, message: Any, is_asked: bool) -> Any:  # noqa: FBT001  # Ray's calls
-        """Handle a message."""
+        """Handle a message; return the answer and None, or None and the error.
+
+        Nothing is raised: what Ray can't send is then the answer, and its process goes on after ``SystemExit``.
+        """
+        name = self._spec.name
         if self._why:
-            raise dead_error(self._spec.name, self._why)
+            return None, dead_error(name, self._why)
         with q4.using(self._spec.config):
-            if is_asked:
-                return self._life.handle(message, is_asked=True)
             try:
-                self._life.handle(message, is_asked=False)
-            except ActorDeadError as error:
+                return self._life.handle(message, is_asked=is_asked), None
+            except PLUGIN_FAULTS as error:
+                if is_asked:
+                    return None, sendable(f"the answer of actor {name!r}", error, ray.cloudpickle.dumps)
+                if not isinstance(error, ActorDeadError):
+                    raise
                 self._why = error.details["why"]
-        return None
+        return None, None
 
     def stop(self) -> None:
         """End, after what was sent before."""
@@ -109,13 +115,18 @@ class RayRef(ActorRef):
         reply = self._send(message, timeout, is_asked=True)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
         try:
-            return ray.get(reply, timeout=left)
+            value, error = ray.get(reply, timeout=left)
         except ray.exceptions.GetTimeoutError:
             raise late_error(self.name, timeout) from None
-        except ray.exceptions.RayTaskError as error:
-            raise _cause_of(self.name, error) from None
-        except ray.exceptions.RayError as error:
-            raise self._dead(error) from error
+        except ray.exceptions.RayTaskError as fault:  # not the actor's: those are answers
+            raise _unsent(self.name, fault.cause, is_message=True) from None
+        except ray.exceptions.RaySystemError as fault:
+            raise _unsent(self.name, fault, is_message=False) from None
+        except ray.exceptions.RayError as fault:
+            raise self._dead(fault) from fault
+        if error is not None:
+            raise error
+        return value
 
     def stop(self, *, timeout: float | None = None) -> None:
         """End it; see ``ActorRef.stop``."""
@@ -289,9 +300,9 @@ def _host() -> Any:
     return ray.remote(concurrency_groups=dict.fromkeys(groups.values(), 1))(_Host)
 
 
-def _cause_of(name: str, error: Any) -> BaseException:
-    """Return what the actor raised."""
-    cause = error.cause
-    if isinstance(cause, BaseException):
-        return cause
-    return MessageError(f"the answer of actor {name!r} can't be pickled: {error}")
+def _unsent(name: str, error: BaseException, *, is_message: bool) -> MessageError:
+    """Return the error of an answer that can't be pickled, or of what can't be unpickled."""
+    is_unpickled = isinstance(error, ray.exceptions.RaySystemError)
+    what = "a message to" if is_message and is_unpickled else "the answer of"
+    why = str(error).partition("\ntraceback: ")[0]
+    return MessageError(f"{what} actor {name!r} can't be {'un' * is_unpickled}pickled: {why}")

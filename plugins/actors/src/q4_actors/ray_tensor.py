@@ -11,6 +11,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import re
 import secrets
 import time
 import types
@@ -33,6 +34,7 @@ __all__ = ["BORN", "Hub", "RayTensor", "key_of", "words_of"]
 
 BORN = secrets.token_hex(8)
 """Which incarnation of its actor this process is."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOOK_S = 0.2
 """How often the holder of a turn is asked whether it lives, while others wait for it."""
 _Holder = tuple[Any, str, str]
@@ -143,8 +145,9 @@ def key_of(handle: Any) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """Return what Ray says of an actor that it has given up, or whose node is lost."""
-    return f"Ray says: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    """Return what Ray says of an actor that it has given up, or whose node is lost; a cause comes last."""
+    text = " ".join(_COLOUR.sub("", str(error)).split())
+    return f"Ray says: {type(error).__name__}: {text if len(text) < 600 else f'{text[:300]} … {text[-300:]}'}"  # noqa: PLR2004  # as above
 
 
 async def _lives(holder: _Holder) -> bool:
