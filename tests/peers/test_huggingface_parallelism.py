@@ -11,6 +11,7 @@ import torch
 import transformers
 from huggingface_models import dense_model, load, packed, save_by_q4
 from torch import distributed
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import q4_transformers
 import q4core as q4
@@ -46,7 +47,7 @@ def _mesh() -> Any:
 
 
 def _config(**options: Any) -> Any:
-    return transformers.distributed.configuration_utils.DistributedConfig(**options)
+    return DistributedConfig(**options)
 
 
 WAYS: dict[str, Any] = {

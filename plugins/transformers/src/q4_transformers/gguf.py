@@ -1,12 +1,13 @@
-"""GGUF files for models of transformers: its own tables of names and configs, and the packed weights as they are.
+"""GGUF files for models of transformers: its own tables of names, q4_nn's reading of the header, and packed weights.
 
-transformers' loader dequantises such a file. Its tables say what the parts are called and how the file orders rows of q
-and k; with these, packed rows are put in order as they are.
+transformers' loader dequantises such a file, and passes over most of what its header says. The header is read by q4_nn
+here, and what transformers' model of that kind does not compute is an error. transformers' tables say what the parts
+are called and how the file orders rows of q and k; with these, packed rows are put in order as they are.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
@@ -15,8 +16,9 @@ from torch import nn
 from transformers import modeling_gguf_pytorch_utils as tables
 
 import q4core as q4
+from q4_nn import TransformerConfig
 from q4_transformers.places import Place, fitting_problem, raise_unfit
-from q4core import CheckpointError, PackedWeight, Problem
+from q4core import CheckpointError, ConfigError, PackedWeight, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,10 +26,44 @@ if TYPE_CHECKING:
 
     from q4core import Checkpoint
 
-__all__ = ["GgufFile", "open_gguf"]
+__all__ = ["GgufFile", "config_of", "open_gguf"]
 
+_KINDS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3": "gemma3_text"}
+"""Architecture → transformers' name, where both packages compute it, and its matrices are taken as they are."""
 _PERMUTED = (".attn_q", ".attn_k")
 _TURNED = "rope_freqs.weight"
+_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+"""In the config, which has them from the file."""
+_READ = {
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window", "attention.value_length", "attn_logit_softcapping", "block_count", "context_length",
+    "embedding_length", "expert_count", "feed_forward_length", "final_logit_softcapping", "rope.dimension_count",
+    "rope.freq_base", "rope.scale_linear", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.type", "vocab_size",
+}  # fmt: skip
+"""Keys that q4_nn reads, or refuses by their value; more of some architectures and a kind of scaling."""
+_READ_OF = {
+    "yarn": {
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "rope.scaling.yarn_ext_factor",
+        "rope.scaling.yarn_log_multiplier",
+    },
+    "gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "longrope": {"rope.scaling.attn_factor"},
+}
+_IDLE = {
+    "attention.layer_norm_epsilon",  # of norms that these architectures do not have
+    "expert_used_count",  # of the experts that they do not have
+    "pooling_type",  # of embeddings; the hidden states are the same
+    "rope.scaling.finetuned",  # tells how the weights came about
+    "tensor_data_layout",  # as the last one
+}
+_PLAIN = {"attention.causal": True, "rope.scaling.attn_factor": 1.0, "use_parallel_residual": False}
+"""Keys that may say what is computed anyway."""
+_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Special token → the file's word for it."""
 
 
 @attrs.frozen
@@ -64,18 +100,16 @@ def open_gguf(path: Path) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Ten
         SchemaError: A tensor has no place in the model, or is of a type that is not read.
     """
     with q4.open(path) as checkpoint:
-        kind = _processor(checkpoint, path)
-        try:
-            config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        except ValueError as error:
-            raise _refusal(path, "general.architecture", "one that transformers reads", str(error)) from error
+        config, architecture = config_of(checkpoint), checkpoint.metadata["general.architecture"]
+        kind = tables.TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
+        raise_unfit(model, checkpoint, checkpoint.schema.unsupported)
         processor = kind(config=config.to_dict())
-        names: dict[str, str] = tables.get_gguf_hf_weights_map(model, processor)
+        names: dict[str, str] = tables.get_gguf_hf_weights_map(model, processor, architecture)
         modules = dict(model.named_modules())
         state: dict[str, torch.Tensor] = {}
-        places, problems = [], list(checkpoint.schema.unsupported)
+        places, problems = [], []
         for name in checkpoint.dense:
             if name in names:
                 values = checkpoint.dense[name]
@@ -83,7 +117,7 @@ def open_gguf(path: Path) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Ten
                     weights=values.float().numpy(), name=name, tensor_key_mapping=names, parsed_parameters={}
                 )
                 state[names[name]] = torch.from_numpy(found.weights)
-            else:
+            elif name not in _FACTORS:
                 problems.append(Problem("unknown_key", name, f"a tensor of {type(model).__name__}"))
         for stored, layer in checkpoint.schema.layers.items():
             module = names.get(f"{stored}.weight", "").removesuffix(".weight")
@@ -97,6 +131,9 @@ def open_gguf(path: Path) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Ten
             problem = fitting_problem(stored, layer.shape, module, modules, type(model).__name__)
             problems += [] if problem is None else [problem]
             places.append(Place(stored, module))
+        filled = {*state, *model.all_tied_weights_keys, *(f"{place.module}.weight" for place in places)}
+        missing = [name for name in model.state_dict() if name not in filled]
+        problems += [Problem("missing_key", name, f"in the file, as {type(model).__name__} has it") for name in missing]
         raise_unfit(model, checkpoint, problems)
         heads = {}
         if issubclass(kind, tables.LlamaTensorProcessor):
@@ -109,19 +146,56 @@ def open_gguf(path: Path) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Ten
     return config, type(model), GgufFile(path, tuple(places), heads), state
 
 
-def _processor(checkpoint: Checkpoint, path: Path) -> type[Any]:
-    """Return transformers' way with the file's tensors, where it leaves matrices as they are, or orders their rows."""
-    architecture = str(checkpoint.metadata.get("general.architecture"))
-    kind: type[Any] = tables.TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)
-    if kind not in {tables.TensorProcessor, tables.LlamaTensorProcessor, tables.Gemma2TensorProcessor}:
-        raise _refusal(path, "general.architecture", "one whose matrices transformers takes as they are", architecture)
+def config_of(checkpoint: Checkpoint) -> Any:
+    """Return transformers' config of a GGUF file's model, with all that the header says of what is computed.
+
+    Raises:
+        CheckpointError: The architecture is not served, or transformers' model of it does not compute what is said.
+    """
+    where = str(checkpoint.path)
+    architecture = checkpoint.metadata.get("general.architecture")
+    if architecture not in _KINDS:
+        _refuse(where, "general.architecture", f"one of {', '.join(_KINDS)}", architecture)
     if _TURNED in checkpoint.dense:
-        raise _refusal(
-            path, _TURNED, "absent, as transformers passes over it", list(checkpoint.dense.infos[_TURNED].shape)
-        )
-    return kind
+        shape = list(checkpoint.dense.infos[_TURNED].shape)
+        _refuse(where, _TURNED, "absent, as transformers passes over it", shape)
+    _refuse_unread(checkpoint, architecture, where)
+    own = TransformerConfig.from_gguf(checkpoint.path)
+    if architecture == "gemma3":  # whose norms lose the 1 that the file adds, as transformers adds it
+        own = attrs.evolve(own, norm="offset_rms", attention_scale=own.attention_scale or own.head_dim**-0.5)
+    if own.rope_dim != own.head_dim and architecture != "phi3":
+        key, rule = f"{architecture}.rope.dimension_count", f"{own.head_dim}, as transformers turns the whole head"
+        _refuse(where, key, rule, own.rope_dim)
+    kind = "mistral" if architecture == "llama" and own.sliding_layers else _KINDS[architecture]
+    try:
+        told = own.to_hf(kind)
+    except ConfigError as error:
+        _refuse(where, "header", str(error.rule), kind)
+    if kind == "phi3":
+        told["original_max_position_embeddings"] = own.rope_scaling.original_context or own.max_position_embeddings
+    tokens = {name: checkpoint.metadata.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
+    told |= {f"{name}_token_id": item for name, item in tokens.items()}
+    try:
+        return transformers.AutoConfig.for_model(**told)
+    except Exception as error:  # noqa: BLE001  # transformers' own check of a config, of a class that depends on the release
+        _refuse(where, "header", f"a config of transformers ({error})", kind)
 
 
-def _refusal(path: Path, name: str, rule: str, value: object) -> CheckpointError:
+def _refuse_unread(checkpoint: Checkpoint, architecture: str, where: str) -> None:
+    """Refuse a fact of the header that nobody reads."""
+    told = checkpoint.metadata.get(f"{architecture}.rope.scaling.type")
+    scaling = "longrope" if _FACTORS[0] in checkpoint.dense else str(told)
+    read = _READ | _IDLE | _READ_OF.get(architecture, set()) | _READ_OF.get(scaling, set())
+    for key, value in checkpoint.metadata.items():
+        prefix, _, name = key.partition(".")
+        if prefix != architecture or name in read:
+            continue
+        if name not in _PLAIN:
+            _refuse(where, key, "absent, as transformers' model is not told of it", value)
+        if value != _PLAIN[name]:
+            _refuse(where, key, f"{_PLAIN[name]}, as transformers' model is not told of it", value)
+
+
+def _refuse(where: str, name: str, rule: str, value: object) -> NoReturn:
     hint = "q4_nn.LanguageModel.open(path) may serve it."
-    return CheckpointError("GGUF file", name=name, rule=rule, value=value, where=str(path), hint=hint)
+    raise CheckpointError("GGUF file", name=name, rule=rule, value=value, where=where, hint=hint)

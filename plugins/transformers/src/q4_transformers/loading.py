@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
+import q4core as q4
 from q4_transformers.config import Q4Config
 from q4core import CheckpointError, ConfigError
 
@@ -53,10 +54,12 @@ def load(
         options: For ``from_pretrained``, such as ``dtype`` and ``device_map``.
 
     Returns:
-        The model, of the class that ``config.json`` names, and its tokenizer; None where the folder has none.
+        The model, of the class that ``config.json`` or the GGUF file names, and its tokenizer; None where the folder or
+        file has none.
 
     Raises:
-        CheckpointError: The folder is not there, or names no model class of transformers.
+        CheckpointError: The folder is not there, or names no model class of transformers; or a GGUF file is of an
+            architecture that is not served, or has a tokenizer that transformers does not convert.
         ConfigError, SchemaError: What is asked for, or the checkpoint, does not fit; said before anything is loaded.
     """
     folder, asked = Path(path), _asked("q4_transformers.load", config)
@@ -94,5 +97,23 @@ def _load_gguf(path: Path, config: Q4Config, options: dict[str, Any]) -> tuple[A
         rule, hint = "None for a GGUF file, whose weights are taken as they are stored", "Leave format= away."
         raise ConfigError("q4_transformers.load", name="format", rule=rule, value=config.format, hint=hint)
     found, kind, config.gguf, state = open_gguf(path)
+    tokenizer = _tokenizer_of(path)
     model = kind.from_pretrained(None, config=found, state_dict=state, quantization_config=config, **options)
-    return model, transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return model, tokenizer
+
+
+def _tokenizer_of(path: Path) -> Any:
+    """Return the tokenizer of a GGUF file, or None where it has none."""
+    with q4.open(path) as checkpoint:
+        name = checkpoint.metadata.get("tokenizer.ggml.model")
+    if name is None:
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # what it raises depends on what it lacks
+        rule = f"one that transformers converts ({type(error).__name__}: {error})"
+        hint = "q4_nn.LanguageModel.open(path) has a tokenizer of its own."
+        what, where = "GGUF file", str(path)
+        raise CheckpointError(
+            what, name="tokenizer.ggml.model", rule=rule, value=name, where=where, hint=hint
+        ) from error

@@ -1,0 +1,270 @@
+"""GGUF files in transformers: packed, with the logits of the model that was converted, or refused by the header."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import test_gguf_families as families
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter, Keys, quants
+from huggingface_models import EXACT, packed
+
+import q4_transformers
+import q4core as q4
+from q4_transformers import Q4Config
+from q4_transformers.gguf import config_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers")]
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR_FACTS = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+YARN_FACTS = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
+SCALED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    f"{arch}-{scaling}": (arch, kind, rope, facts)
+    for arch, kind in (("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("gemma3", "Gemma3Text"))
+    for scaling, rope, facts in (
+        ("linear", {"rope_type": "linear", "factor": 8.0}, LINEAR_FACTS),
+        ("yarn", YARN, YARN_FACTS),
+    )
+}
+BASE: dict[str, Any] = {
+    "block_count": 2,
+    "context_length": 128,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "vocab_size": 96,
+}
+KEYS = sorted(
+    {
+        key.removeprefix("{arch}.").replace("{dense}", "dense_2")
+        for group in vars(Keys).values()
+        if isinstance(group, type)
+        for key in vars(group).values()
+        if isinstance(key, str) and key.startswith("{arch}.")
+    }
+)
+CHANGES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "attention.head_count": (8, ("num_attention_heads",)),
+    "attention.head_count_kv": (4, ("num_key_value_heads",)),
+    "attention.key_length": (32, ("head_dim",)),
+    "attention.layer_norm_rms_epsilon": (0.5, ("rms_norm_eps",)),
+    "attention.sliding_window": (5, ("sliding_window",)),
+    "block_count": (3, ("num_hidden_layers",)),
+    "context_length": (256, ("max_position_embeddings",)),
+    "embedding_length": (128, ("hidden_size",)),
+    "feed_forward_length": (160, ("intermediate_size",)),
+    "rope.freq_base": (500.0, ("rope_parameters",)),
+    "vocab_size": (128, ("vocab_size",)),
+    "rope.scaling.factor": (8.0, ("rope_parameters",)),
+    "rope.scaling.type": ("linear", ()),  # without a factor
+    "rope.dimension_count": (8, ()),
+}
+"""Key → a value, and what of the config it changes; nothing where it is refused by that value, as all others are."""
+CHANGES_OF: dict[str, dict[str, tuple[Any, tuple[str, ...]]]] = {
+    "phi3": {"rope.dimension_count": (8, ("rope_parameters",)), "rope.scaling.factor": (8.0, ())},
+    "gemma3": {
+        "attention.sliding_window_pattern": (2, ("layer_types",)),
+        "rope.freq_base_swa": (500.0, ("rope_parameters",)),
+    },
+}
+IDLE = {
+    "attention.layer_norm_epsilon",
+    "expert_used_count",
+    "pooling_type",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "tensor_data_layout",
+}
+"""Keys of what these architectures do not have, of embeddings, or of how the weights came about."""
+
+
+def add(writer: GGUFWriter, arch: str, facts: dict[str, Any]) -> None:
+    """Add facts of an architecture to a header."""
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in facts.items():
+        kinds[type(value)](f"{arch}.{key}", value)
+
+
+@torch.inference_mode()
+def difference(ours: Any, theirs: Any) -> float:
+    """Return the greatest difference of the logits over the greatest of theirs."""
+    tokens = torch.randint(0, 96, (2, 40))
+    expected, found = theirs(tokens).logits, ours(tokens).logits
+    assert packed(ours)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("name", [name for name in families.MODELS if name not in {"llama-3", "smollm3"}])
+def test_logits(name: str, tmp_path: Path) -> None:
+    """Logits are those of the model that was converted, over the same numbers."""
+    theirs = families.make(name)
+    families.write(tmp_path / "model.gguf", name, theirs, Type.Q8_0)
+    ours, _ = q4_transformers.load(tmp_path / "model.gguf", Q4Config(**EXACT), dtype=torch.float32)
+    assert difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_positions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear and YaRN scaling reach the config: the logits, and the frequencies, are those of the converted model."""
+    arch, kind, rope, facts = SCALED[name]
+    sizes = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 5} if arch == "gemma3" else {}
+    plain = {"rope_theta": 10_000.0}
+    rope = {"full_attention": plain | rope, "sliding_attention": plain} if arch == "gemma3" else plain | rope
+    monkeypatch.setitem(families.MODELS, name, (kind, arch, {**sizes, "rope_parameters": rope}))
+    original = families.write_metadata
+
+    def write_metadata(writer: GGUFWriter, config: Any, arch: str) -> None:
+        plain = copy.deepcopy(config)
+        for part in plain.rope_parameters.values():
+            if isinstance(part, dict):
+                part["rope_type"] = "default"
+        plain.rope_parameters["rope_type"] = "default"
+        original(writer, plain, arch)
+        add(writer, arch, facts)
+
+    monkeypatch.setattr(families, "write_metadata", write_metadata)
+    theirs = families.make(name)
+    families.write(tmp_path / "model.gguf", name, theirs, Type.Q8_0)
+    ours, _ = q4_transformers.load(tmp_path / "model.gguf", Q4Config(**EXACT), dtype=torch.float32)
+    assert difference(ours, theirs) < 1e-5
+
+
+# -- the header, key by key
+
+
+def header(path: Path, arch: str, facts: dict[str, Any]) -> Any:
+    """Write a file with a header and the tensors that say of which kind it is; return transformers' config."""
+    writer = GGUFWriter(path, arch)
+    add(writer, arch, facts)
+    marks = {"qwen2": ["blk.0.attn_q.bias"], "qwen3": ["blk.0.attn_q_norm.weight"]}
+    for name in ("output.weight", *marks.get(arch, marks["qwen3"] if arch == "gemma3" else [])):
+        writer.add_tensor(name, np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with q4.open(path) as checkpoint:
+        return config_of(checkpoint).to_dict()
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "phi3", "gemma3"])
+def test_every_key(arch: str, tmp_path: Path) -> None:
+    """Every key that llama.cpp's converter may write changes the config, is refused, or is without effect by name."""
+    facts = {**BASE, "attention.sliding_window": 7} if arch == "gemma3" else BASE
+    base = header(tmp_path / "model.gguf", arch, facts)
+    expected = CHANGES | CHANGES_OF.get(arch, {})
+    for key in KEYS:
+        value, names = expected.get(key, (3, ()))
+        if key in IDLE:
+            assert header(tmp_path / "model.gguf", arch, {**facts, key: value}) == base, key
+        elif names:
+            found = header(tmp_path / "model.gguf", arch, {**facts, key: value})
+            assert {name for name in found if found[name] != base.get(name)} >= set(names), key
+        else:
+            with pytest.raises(q4.CheckpointError) as caught:
+                header(tmp_path / "model.gguf", arch, {**facts, key: value})
+            assert key.partition(".scaling")[0] in str(caught.value), key
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "phi3", "gemma3"])
+def test_every_key_of_scaling(arch: str, tmp_path: Path) -> None:
+    """Each fact of a scaling changes the config, or is refused where it is not of that scaling."""
+
+    def rope(**facts: Any) -> Any:
+        told = {f"rope.scaling.{name}": item for name, item in facts.items()}
+        found = header(tmp_path / "model.gguf", arch, {**BASE, **told})["rope_parameters"]
+        return found.get("full_attention", found)
+
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 32}
+    if arch == "phi3":  # of which transformers has LongRoPE alone
+        for facts in ({"type": "linear", "factor": 8.0}, yarn):
+            with pytest.raises(q4.CheckpointError, match="longrope"):
+                rope(**facts)
+        return
+    assert rope(type="linear", factor=8.0)["factor"] == rope(factor=8.0)["factor"] == 8
+    assert rope(**yarn)["rope_type"] == "yarn"
+    assert rope(**{**yarn, "original_context_length": 64})["original_max_position_embeddings"] == 64
+    assert rope(**yarn, yarn_beta_fast=16.0)["beta_fast"] == 16
+    assert rope(**yarn, yarn_beta_slow=2.0)["beta_slow"] == 2
+    for facts in (
+        *({**yarn, f"yarn_{name}": 0.5} for name in ("ext_factor", "attn_factor", "log_multiplier")),
+        *({"type": "linear", "factor": 8.0, f"yarn_{name}": 2.0} for name in ("beta_fast", "beta_slow")),
+        *({"type": "linear", "factor": 8.0, name: 2.0} for name in ("alpha", "attn_factor")),
+        {"type": "longrope", "factor": 8.0},
+    ):
+        with pytest.raises(q4.CheckpointError, match="scaling"):
+            rope(**facts)
+
+
+# -- what else a file may lack
+
+
+def test_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file without a tokenizer gives None; one that transformers can't convert is an error before the weights."""
+    theirs = families.make("qwen2")
+    families.write(tmp_path / "model.gguf", "qwen2", theirs, Type.Q8_0)
+    assert q4_transformers.load(tmp_path / "model.gguf")[1] is None
+    original = families.write_metadata
+
+    def write_metadata(writer: GGUFWriter, config: Any, arch: str) -> None:
+        original(writer, config, arch)
+        writer.add_tokenizer_model("rwkv")
+
+    monkeypatch.setattr(families, "write_metadata", write_metadata)
+    families.write(tmp_path / "model.gguf", "qwen2", theirs, Type.Q8_0)
+    with pytest.raises(q4.CheckpointError, match=r"tokenizer\.ggml\.model must be one that transformers converts"):
+        q4_transformers.load(tmp_path / "model.gguf")
+
+
+def write_changed(path: Path, name: str, change: Callable[[str, Any, Any], Any], patch: pytest.MonkeyPatch) -> None:
+    """Write a model whose tensors go through a function (name, values, type) → what is written, or None for nothing."""
+    original = GGUFWriter.add_tensor
+
+    def add_tensor(writer: GGUFWriter, key: str, values: Any, raw_dtype: Any) -> None:
+        found = change(key, values, raw_dtype)
+        if found is not None:
+            original(writer, key, found[0], raw_dtype=found[1])
+
+    patch.setattr(GGUFWriter, "add_tensor", add_tensor)
+    families.write(path, name, families.make(name), Type.Q8_0)
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.1.ffn_up.weight", "output_norm.weight", "blk.5.attn_q.bias", "token_embd.weight"]
+)
+def test_a_missing_tensor_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that the file lacks is an error, where transformers would draw it at random."""
+    place = {"blk.1.ffn_up.weight": "layers.1.mlp.up_proj.weight", "token_embd.weight": "embed_tokens.weight"}
+    place |= {"output_norm.weight": "model.norm.weight", "blk.5.attn_q.bias": "layers.5.self_attn.q_proj.bias"}
+    write_changed(
+        tmp_path / "model.gguf", "qwen2-yarn", lambda key, *found: None if key == name else found, monkeypatch
+    )
+    with pytest.raises(q4.SchemaError, match=rf"{place[name]} must be in the file"):
+        q4_transformers.load(tmp_path / "model.gguf")
+
+
+def test_unread_types_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of types that are not read are counted by type, and the message says what to do."""
+    kinds = {"ffn_up": Type.Q5_0, "ffn_gate": Type.Q5_0, "ffn_down": Type.Q5_1}
+
+    def change(key: str, values: Any, kind: Any) -> Any:
+        other = next((other for part, other in kinds.items() if part in key), None)
+        return (values, kind) if other is None else (quants.quantize(quants.dequantize(values, kind), other), other)
+
+    write_changed(tmp_path / "model.gguf", "qwen2", change, monkeypatch)
+    with pytest.raises(q4.SchemaError) as caught:
+        q4_transformers.load(tmp_path / "model.gguf")
+    assert "18 problems, of which 18 can't be read: Q5_0 (12), Q5_1 (6)" in str(caught.value)
+    assert "make a GGUF file of Q4_0, Q4_1 or Q8_0" in str(caught.value)
+    assert len(caught.value.problems) == 18
