@@ -150,7 +150,8 @@ def _rope_scaling(checkpoint: Checkpoint, metadata: Metadata, prefix: str, conte
         facts = {"factor": context / original, "original_context": original, "attention_factor": amplitude}
         return RopeScaling(kind="longrope", short_factor=(*short.tolist(),), long_factor=(*long.tolist(),), **facts)
     if kind is None:
-        factor = metadata.number(f"{prefix.removesuffix('scaling')}scale_linear", above=0, default=1.0)
+        older = metadata.number(f"{prefix.removesuffix('scaling')}scale_linear", above=0, default=1.0)
+        factor = metadata.number(f"{prefix}.factor", above=0, default=older)
         return RopeScaling() if factor == 1 else RopeScaling(kind="linear", factor=factor)
     if kind == "none":
         return RopeScaling()
