@@ -55,6 +55,7 @@ from q4core.errors import (
     SchemaError,
     UnifiedMemoryError,
     UnknownBackendError,
+    UnknownDialectError,
     WeightError,
     WriteConflictError,
 )
@@ -212,6 +213,7 @@ __all__ = [
     "UnifiedMemoryError",
     "UnifiedMemoryPolicy",
     "UnknownBackendError",
+    "UnknownDialectError",
     "WeightError",
     "WeightInfo",
     "WeightSpec",

@@ -143,6 +143,10 @@ class SchemaError(Q4Error, ValueError, code="schema"):
         return text if more <= 0 else f"{text}\n  … and {more} more; the error's `problems` has all of them"
 
 
+class UnknownDialectError(SchemaError, code="unknown_dialect"):
+    """A file's packed layers have keys that no dialect explains; ``problems`` lists them."""
+
+
 class CheckpointError(Q4Error, ValueError, code="checkpoint"):
     """A file is malformed, truncated, unreadable or would be written badly; ``where`` names the file."""
 

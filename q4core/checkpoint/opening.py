@@ -19,6 +19,7 @@ from q4core.errors import (
     Q4Error,
     Q4PluginWarning,
     SchemaError,
+    UnknownDialectError,
     counted,
 )
 from q4core.schema import Problem, Schema, catalogue_of, detect_in, problems_error, require_arguments, validate_in
@@ -36,6 +37,7 @@ _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NAMED = 3
 """So many layers of a kind are named in an error; the schema has them all."""
+_INSTEAD = "`q4 doctor` lists the dialects read here; or pack the original weights by `q4 quantize`."
 _SAVE = "Save the model as safetensors; save_pretrained of transformers does, and safetensors.torch.save_file."
 
 
@@ -92,16 +94,18 @@ def _check_schema(schema: Schema, request: OpenRequest, path: str) -> None:
         raise DialectError("checkpoint", name="dialect", rule=rule, value=request.dialect, where=path)
     if schema.layers or not schema.unsupported:
         return
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for item in schema.unsupported:
-        groups.setdefault((item.rule, str(item.value)), []).append(item.key)
+        groups.setdefault((item.code, item.rule, str(item.value)), []).append(item.key)
     problems = []
-    for (rule, value), modules in sorted(groups.items(), key=lambda group: -len(group[1])):
+    for (code, rule, value), modules in sorted(groups.items(), key=lambda group: -len(group[1])):
         first = ", ".join(modules[:_NAMED]) + (", …" if len(modules) > _NAMED else "")
         count = counted(len(modules), "layer")
-        problems.append(Problem("unsupported", f"{count} ({first})", rule, value))
-    what, hint = "its packed layers are recognised, and none can be read", "`q4 doctor` lists the dialects read here."
-    raise SchemaError(f"checkpoint: {what}", where=path, hint=hint, problems=problems, schema=schema)
+        problems.append(Problem(code, f"{count} ({first})", rule, value))
+    kind, what = SchemaError, "its packed layers are recognised, and none can be read"
+    if any(code == "unexplained" for code, *_ in groups):
+        kind, what = UnknownDialectError, "it holds packed layers that no dialect here explains"
+    raise kind(f"checkpoint: {what}", where=path, hint=_INSTEAD, problems=problems, schema=schema)
 
 
 def _file_error(path: Path, fitting: list[str], asked: list[str], plugins: Mapping[str, str]) -> CheckpointError:

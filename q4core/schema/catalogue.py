@@ -58,7 +58,8 @@ class Problem:
 
     Args:
         code: ``missing_key``, ``unknown_key``, ``dtype``, ``shape``, ``value``, ``ambiguous``, ``dialect`` (no layer is
-            in the dialect that was asked for) or ``unsupported`` (recognised, but nothing here reads it).
+            in the dialect that was asked for), ``unsupported`` (recognised, but nothing here reads it) or
+            ``unexplained`` (packed integers beside scales whose keys no dialect knows).
         key: The tensor's key (or the module's name).
         rule: What must hold, to be read after "must be".
         value: What was found; None where there is nothing to show.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -14,7 +15,9 @@ from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, as_dict, as
 from q4core.schema.dialect import Dialect, find_dialect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from q4core.schema.catalogue import TensorInfo
 
 MARKER = "q4core.dialect"
 """Header metadata key under which a file of ours names its dialect, where other dialects use the same keys."""
@@ -24,7 +27,12 @@ _PACKED_KEYS = {"qweight": "gptq or awq", "W_q": "hqq", "weight_packed": "compre
 """Last part of a key → what stores packed codes under it, where no config names a method."""
 _PACKAGED = ("bitsandbytes", "compressed-tensors", "modelopt", "torchao")
 """Methods that q4-dialects reads."""
-_PACKED_DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint32}
+_PACKED_DTYPES = {torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.uint32}
+_SIDE = re.compile(r"scal|absmax|amax|zero|shift|codebook|centroid|table|quant_map|^s[uv]h?$", re.IGNORECASE)
+"""Part of a name that speaks of scales, zero points or code books."""
+_UNEXPLAINED = "in a dialect that is known; these keys hold packed integers and scales that none explains"
+_NO_CODES = re.compile(r"(mask|ind(ex|ices)|ids?|positions?|lengths?|counts?|bias|tracked)$|:")
+"""Names of integers that are themselves; q4_nn's own folders have a colon in theirs."""
 
 
 @attrs.frozen(kw_only=True)
@@ -35,7 +43,8 @@ class Schema:
         layers: Module → how its weight is stored, in the order of the file.
         dense: Names of the tensors that belong to no layer.
         problems: What is wrong with the checkpoint as a whole; each layer has its own ``problems``.
-        unsupported: Tensors and layers that can be listed but not read, each with the reason; ``key`` is the name.
+        unsupported: Tensors and layers that can be listed but not read, each with the reason; ``key`` is the name. The
+            code is ``unexplained`` where no dialect knows the keys, which are the value then.
     """
 
     layers: Mapping[str, LayerSchema] = attrs.field(factory=dict, converter=as_dict, hash=False)
@@ -59,7 +68,7 @@ def detect(  # noqa: PLR0913  # the contract's arguments
     options: Mapping[str, Any] | None = None,
     dialects: Iterable[Dialect] | None = None,
 ) -> Schema | None:
-    """Return what a mapping of names to tensors holds, or None where nothing in it is 4-bit.
+    """Return what a mapping of names to tensors holds, or None where nothing in it is packed.
 
     Layers may carry problems; ``validate`` and ``detect_or_fail`` say all of them, those of values too.
 
@@ -129,11 +138,10 @@ def detect_in(catalogue: Catalogue, dialects: Sequence[Dialect], wanted: str | N
     if wanted is not None:
         find_dialect(wanted, dialects)
     found = readings(catalogue, dialects)
-    if not found:
-        unread = _find_unread(catalogue, dialects)
-        owners = {problem.key for problem in unread}
-        dense = [name for name in catalogue.tensors if name.rpartition(".")[0] not in owners]
-        return Schema(dense=dense, unsupported=unread) if unread else None
+    used = {key for group in found.values() for layer in group for key in layer.keys.values()}
+    unread = _find_unread(catalogue, dialects, used)
+    if not found and not unread:
+        return None
     chosen = {module: choose(group, wanted, catalogue.metadata.get(MARKER)) for module, group in found.items()}
     layers = {module: layer for module, layer in chosen.items() if not is_unsupported(layer)}
     for module, layer in layers.items():
@@ -141,12 +149,13 @@ def detect_in(catalogue: Catalogue, dialects: Sequence[Dialect], wanted: str | N
         nbytes = sum(info.nbytes for info in infos if info is not None) if layer.nbytes is None else layer.nbytes
         layers[module] = attrs.evolve(layer, nbytes=nbytes)
     problems = []
-    if wanted is not None and all(layer.dialect != wanted for layer in layers.values()):
+    if wanted is not None and found and all(layer.dialect != wanted for layer in layers.values()):
         names = ", ".join(sorted({layer.dialect for group in found.values() for layer in group}))
         problems = [Problem("dialect", "dialect", f"one that the keys allow ({names})", wanted)]
-    used = {key for group in found.values() for layer in group for key in layer.keys.values()}
     refused = [problem for layer in chosen.values() for problem in layer.problems if problem.code == "unsupported"]
+    used.update(key for _, keys in unread for key in keys)
     dense = [name for name in catalogue.tensors if name not in used]
+    refused += [problem for problem, _ in unread]
     return Schema(layers=layers, dense=dense, problems=problems, unsupported=refused)
 
 
@@ -200,21 +209,47 @@ def choose(candidates: Sequence[LayerSchema], wanted: str | None, marked: str | 
     return attrs.evolve(left[0], problems=(*left[0].problems, problem))
 
 
-def _find_unread(catalogue: Catalogue, dialects: Iterable[Dialect]) -> tuple[Problem, ...]:
-    """Return a problem for each module that holds packed codes, in a file in which no dialect found a layer.
+def _find_unread(
+    catalogue: Catalogue, dialects: Iterable[Dialect], used: Collection[str]
+) -> list[tuple[Problem, list[str]]]:
+    """Return a problem, with the keys, for each module that holds packed codes and in which no dialect found a layer.
 
-    They are told by the config's ``quant_method`` and by the names of the keys.
+    In a file in which no dialect found any, the config's ``quant_method`` and the names of keys say whose they are.
+    Other integers are taken for codes where the same module has scales.
     """
-    method = catalogue.quantization_config.get("quant_method")
-    found: dict[str, Problem] = {}
+    method = None if used else catalogue.quantization_config.get("quant_method")
+    found: dict[str, tuple[Problem, list[str]]] = {}
     for name, info in catalogue.tensors.items():
-        module, _, suffix = name.rpartition(".")
-        owner = method if isinstance(method, str) else _PACKED_KEYS.get(suffix)
-        if module and owner is not None and info.dtype in _PACKED_DTYPES and len(info.shape) > 1:
-            rule = "in a dialect that is read; this one is known, but nothing here reads it yet"
-            if owner in _PACKAGED:
-                rule = "in a dialect that is installed; the package q4-dialects brings this one"
-                if any(dialect.name.startswith(owner) for dialect in dialects):
-                    rule = "stored as an installed dialect has it"
-            found[module] = Problem("unsupported", module, rule, owner)
-    return tuple(found.values())
+        if name in used or not _may_hold_codes(info):
+            continue
+        module, _, suffix = name.partition(".weight.") if ".weight." in name else name.rpartition(".")
+        if not module or module in found:
+            continue
+        own = {
+            key: item
+            for key, item in catalogue.children(module).items()
+            if item not in used and ("." not in key or key.startswith("weight.")) and key != "bias"
+        }
+        owner = method if isinstance(method, str) else None if used else _PACKED_KEYS.get(suffix)
+        if owner is not None:
+            found[module] = _owned(module, owner, dialects), [*own.values()]
+        elif not _NO_CODES.search(suffix) and any(
+            _SIDE.search(key.rpartition(".")[2]) for key, item in own.items() if item != name
+        ):
+            problem = Problem("unexplained", module, _UNEXPLAINED, ", ".join(sorted(own)))
+            found[module] = problem, [*own.values()]
+    return [*found.values()]
+
+
+def _may_hold_codes(info: TensorInfo) -> bool:
+    return info.dtype in _PACKED_DTYPES and len(info.shape) > 1
+
+
+def _owned(module: str, owner: str, dialects: Iterable[Dialect]) -> Problem:
+    """Return the problem of a module whose owner is known by name."""
+    rule = "in a dialect that is read; this one is known, but nothing here reads it yet"
+    if owner in _PACKAGED:
+        rule = "in a dialect that is installed; the package q4-dialects brings this one"
+        if any(dialect.name.startswith(owner) for dialect in dialects):
+            rule = "stored as an installed dialect has it"
+    return Problem("unsupported", module, rule, owner)

@@ -43,9 +43,39 @@ class _Row:
 
 
 _INT32 = frozenset({torch.int32, torch.uint32})
+_INT8 = frozenset({torch.int8})
 _ROWS = (
     _Row(dialect="gptq", needs={"qweight": _INT32, "scales": (), "g_idx": ()}, also=("qzeros",)),
     _Row(dialect="awq", needs={"qweight": (), "scales": ()}, without=("g_idx",), also=("qzeros",)),
+    _Row(
+        dialect="svdquant",
+        needs={"qweight": _INT8, "wscales": ()},
+        also=(
+            *("wtscale", "wcscales", "smooth", "smooth_orig", "smooth_factor", "smooth_factor_orig"),
+            *("lora_down", "lora_up", "proj_down", "proj_up"),
+        ),
+    ),
+    _Row(dialect="nunchaku int4", needs={"qweight": _INT32, "wscales": (), "wzeros": ()}),
+    _Row(
+        dialect="exl2",
+        needs={"q_weight": _INT32, "q_scale": ()},
+        also=("q_scale_max", "q_groups", "q_group_map", "q_invperm", "q_perm"),
+    ),
+    _Row(dialect="exl3", needs={"trellis": ()}, also=("suh", "svh", "su", "sv", "mcg", "mul1")),
+    _Row(dialect="aqlm", needs={"codes": (), "codebooks": (), "scales": ()}),
+    _Row(
+        dialect="vptq",
+        needs={"indices": (), "centroids.weight": ()},
+        also=("res_centroids.weight", "outlier_centroids.weight", "weight_scale", "weight_bias", "perm"),
+    ),
+    *(
+        _Row(
+            dialect="quanto",
+            needs={f"weight.{codes}": (), "weight._scale": ()},
+            also=("weight._shift", "input_scale", "output_scale"),
+        )
+        for codes in ("_data", "_data._data")
+    ),
     _Row(
         dialect="hqq",
         needs={"W_q": ()},
@@ -78,7 +108,8 @@ _ROWS = (
         needs={"weight": (), "weight_absmax": ()},
         also=("weight_quant_map", "weight_nested_absmax", "weight_nested_quant_map", "weight_quant_state"),
     ),
-    _Row(dialect="bitsandbytes-int8", needs={"weight": {torch.int8}, "SCB": ()}, also=("weight_format",)),
+    _Row(dialect="int8", needs={"weight": _INT8, "weight_scale": ()}, also=("weight_zero_point", "input_scale")),
+    _Row(dialect="bitsandbytes-int8", needs={"weight": _INT8, "SCB": ()}, also=("weight_format",)),
     _Row(dialect="mlx", needs={"weight": {torch.uint32}, "scales": ()}, also=("biases", "qbiases")),
     _Row(
         dialect="tensorrt-llm-nvfp4",
@@ -154,7 +185,14 @@ def _by_table(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]
             if fits and not is_other and _has_own_rows(row, stem, catalogue):
                 found = [suffix for suffix in (*row.needs, *row.also) if stem + suffix in catalogue]
                 keys = {"qdata" if suffix == first else suffix: stem + suffix for suffix in found}
-                yield module, row.dialect, keys
+                yield module, _name(row, catalogue), keys
+
+
+def _name(row: _Row, catalogue: Catalogue) -> str:
+    """Return a dialect's name; AutoRound writes the keys of GPTQ, AWQ and others, and GPTQ's may lack ``g_idx``."""
+    method = catalogue.quantization_config.get("quant_method")
+    is_told = method == "auto-round" or (method == "gptq" and row.dialect == "awq")
+    return str(method) if is_told else row.dialect
 
 
 def _has_own_rows(row: _Row, stem: str, catalogue: Catalogue) -> bool:
