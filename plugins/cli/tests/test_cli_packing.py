@@ -65,7 +65,8 @@ def test_quantize_packs_each_tensor_once(
         return quantize(dense, *words, **options)
 
     monkeypatch.setattr("q4core.quantize", counting)
-    record = answer(capsys, "quantize", dense_file, tmp_path / "packed.safetensors", "--format", "nf4")
+    out = tmp_path / "packed.safetensors"
+    record = answer(capsys, "quantize", dense_file, out, "--format", "nf4", "--include", "lm_head")
     shapes = [tuple(item["shape"]) for item in record["layers"]]
     assert len(shapes) == 4
     assert [shape for shape in packed if shape in shapes] == shapes
@@ -115,6 +116,17 @@ def test_quantize_keeps_what_it_must_and_says_so(
     assert not strict.exists()
 
 
+@pytest.mark.parametrize("option", [(), ("--include", "lm_head"), ("--include", "lm_head", "--skip", "lm_head")])
+def test_quantize_leaves_the_head_dense(
+    option: tuple[str, ...], dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The output head stays dense, as in ``Q4Config(format=…)``, unless ``--include`` names it."""
+    record = answer(capsys, "quantize", dense_file, tmp_path / "packed.safetensors", "--format", "nf4", *option)
+    kept = {item["name"]: item["reason"] for item in record["kept"]}
+    assert ("lm_head.weight" in kept) is ("--skip" in option or not option)
+    assert option or kept["lm_head.weight"] == "the output head (--include packs it)"
+
+
 def test_quantize_honours_its_options(dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Block size, scale kind, dialect and ``--include`` reach the file."""
     out = tmp_path / "packed.safetensors"
@@ -134,7 +146,7 @@ def test_quantize_chooses_the_scale_kind_that_the_dialect_writes(
     record = answer(capsys, "quantize", dense_file, out, "--format", "nvfp4", "--dialect", "compressed-tensors-nvfp4")
     assert record["scale_kind"] == "e4m3_div"
     with q4.open(out) as checkpoint:
-        assert checkpoint["lm_head"].scale_kind is q4.ScaleKind.E4M3_DIV
+        assert checkpoint["model.layers.1.q_proj"].scale_kind is q4.ScaleKind.E4M3_DIV
 
 
 def test_quantize_makes_a_whole_model_folder(
@@ -155,7 +167,7 @@ def test_quantize_makes_a_whole_model_folder(
     assert config["hidden_size"] == 64
     assert config["quantization_config"]["quant_method"] == "bitsandbytes"
     assert len(list(out.glob("*.safetensors"))) > 1
-    assert answer(capsys, "inspect", out)["totals"]["layers"] == 4
+    assert answer(capsys, "inspect", out)["totals"]["layers"] == 3
 
 
 def test_convert_keeps_every_code_and_scale(
@@ -225,8 +237,8 @@ def test_recipe_takes_a_writing_dialect() -> None:
 @pytest.mark.parametrize(
     ("words", "told", "untold"),
     [
-        (("quantize", "dense.safetensors", "x", "--format", "nf4", "--dialect", "modelopt-nvfp4"), "lm_head", "probe"),
-        (("quantize", "dense.safetensors", "x", "--format", "nf4", "--block-size", "7"), "lm_head", "probe"),
+        (("quantize", "dense.safetensors", "x", "--format", "nf4", "--dialect", "modelopt-nvfp4"), "layers.1", "probe"),
+        (("quantize", "dense.safetensors", "x", "--format", "nf4", "--block-size", "7"), "layers.1", "probe"),
         (("convert", "divided.safetensors", "x", "--dialect", "modelopt-nvfp4"), "--lossy", "With lossy=True"),
         (("explain", "dense.safetensors", "--m", "1:99999999999"), "2147483648", "LOW <= HIGH,"),
         (("explain", "dense.safetensors", "--m", "3:2"), "LOW <= HIGH", "probe"),

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Others", "Packing", "make_recipe", "nothing_to_pack", "split_tensors"]
 
-_EMBEDDINGS = ("*embed*", "*embd*", "*wte*", "*wpe*")
+_DENSE = {**dict.fromkeys(("*embed*", "*embd*", "*wte*", "*wpe*"), "an embedding"), "lm_head": "the output head"}
+"""What stays dense unless it is included, as transformers' quantizers leave it."""
 _PREFERRED = ("bitsandbytes", "modelopt", "compressed-tensors", "torchao", "simple")
 _KINDS = tuple(map(q4.ScaleKind, ("e4m3_mul", "e4m3_div", "e8m0", "plain", "e4m3", "double_quant")))
 """In this order they are tried: those with the smaller error first."""
@@ -81,9 +82,8 @@ def _reason(name: str, info: q4.TensorInfo, skip: Sequence[str], include: Sequen
     for pattern in skip:
         if _is_match(name, pattern):
             return f"matches --skip {pattern!r}", True
-    if not asked and any(_is_match(name, pattern) for pattern in _EMBEDDINGS):
-        return "an embedding (--include packs it)", True
-    return None, False
+    kinds = [] if asked else [kind for pattern, kind in _DENSE.items() if _is_match(name, pattern)]
+    return (f"{kinds[0]} (--include packs it)", True) if kinds else (None, False)
 
 
 def make_recipe(

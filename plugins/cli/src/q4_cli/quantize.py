@@ -40,7 +40,8 @@ def quantize(  # noqa: PLR0913  # one argument per option
         list[str] | None, typer.Option("--skip", metavar="GLOB", help="Keep these dense; may be repeated.")
     ] = None,
     include: Annotated[
-        list[str] | None, typer.Option("--include", metavar="GLOB", help="Pack these embeddings too; may be repeated.")
+        list[str] | None,
+        typer.Option("--include", metavar="GLOB", help="Pack these embeddings, or lm_head, too; may be repeated."),
     ] = None,
     block_size: Annotated[int | None, typer.Option("--block-size", metavar="N", help="In-features per scale.")] = None,
     scale_kind: Annotated[
@@ -52,7 +53,7 @@ def quantize(  # noqa: PLR0913  # one argument per option
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Pack the 2-D weights of a dense checkpoint; biases, norms and embeddings stay as they are."""
+    """Pack the 2-D weights of a dense checkpoint; biases, norms, embeddings and the head stay as they are."""
     started = time.perf_counter()
     with open_output(as_json=as_json) as output, open_file(source) as checkpoint:
         shard_bytes = options.parse_size(shard_size)
