@@ -105,6 +105,8 @@ def open_gguf(path: Path) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Ten
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         raise_unfit(model, checkpoint, checkpoint.schema.unsupported)
+        if not checkpoint.schema.layers:
+            _refuse(str(path), "layers", "packed, some of them at least", "dense ones alone")
         processor = kind(config=config.to_dict())
         names: dict[str, str] = tables.get_gguf_hf_weights_map(model, processor, architecture)
         modules = dict(model.named_modules())
