@@ -33,6 +33,7 @@ JUDGED = [  # what one process judges comes first: in CI, other sessions run bes
     *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
     *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),
 ]
+TRANSFORMERS = [f"transformers==5.{item}" for item in ("0.0", "4.0", "8.1", "12.1", "16.1", "19.0", "22.2", "24.0")]
 NAMED = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []  # for ``conformance``: others than ours
 WORKERS = str(min(8, 2 + (os.cpu_count() or 1)))  # a fifth of the time, tests wait for other processes
 SHARED_OUT = ["-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
@@ -184,9 +185,9 @@ def peers(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["peerenv"])
-@nox.parametrize("release", ["transformers==5.0.0", "transformers==5.24.0"])
+@nox.parametrize("release", TRANSFORMERS)
 def transformers(session: nox.Session, release: str) -> None:
-    """Run the tests of q4-transformers with the oldest and the newest release that it was tried with."""
+    """Run the tests of q4-transformers with the releases that it was tried with; ``-- -k gguf`` runs some of them."""
     install_group(session, "peer", environment="peerenv")
     _pytest(session, "tests/peers", "-k", "huggingface", environment="peerenv", PYTHONPATH=put_apart(session, release))
 
