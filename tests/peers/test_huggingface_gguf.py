@@ -28,12 +28,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LINEAR_FACTS = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
 YARN_FACTS = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
 SCALED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    f"{arch}-{scaling}": (arch, kind, rope, facts)
-    for arch, kind in (("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("gemma3", "Gemma3Text"))
-    for scaling, rope, facts in (
-        ("linear", {"rope_type": "linear", "factor": 8.0}, LINEAR_FACTS),
-        ("yarn", YARN, YARN_FACTS),
-    )
+    **{
+        f"{arch}-linear": (arch, kind, {"rope_type": "linear", "factor": 8.0}, LINEAR_FACTS)
+        for arch, kind in (("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("gemma3", "Gemma3Text"))
+    },
+    **{f"{arch}-yarn": (arch, kind, YARN, YARN_FACTS) for arch, kind in (("llama", "Llama"), ("qwen3", "Qwen3"))},
 }
 BASE: dict[str, Any] = {
     "block_count": 2,

@@ -12,7 +12,7 @@ from q4core import ConfigError
 
 __all__ = ["refuse_parallelism"]
 
-_ARGUMENTS = ("tp_plan", "tp_size", "device_mesh", "distributed_config")
+_ARGUMENTS = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
 
 
 def refuse_parallelism() -> None:
