@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
+
+from q4_transformers.linear import PackedWeightError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -27,6 +28,7 @@ __all__ = [
     "are_experts",
     "drop_conversions",
     "has_experts",
+    "is_fused",
     "is_stacked",
     "merged_experts",
     "place_experts",
@@ -35,7 +37,7 @@ __all__ = [
 ]
 
 _EACH = re.compile(r"(?P<holder>.+)\.(?P<leaf>\d+\.(?P<part>w[123]|gate_proj|up_proj|down_proj|gate_up_proj))")
-_FUSED = re.compile(r"(?P<holder>.+)\.(?P<leaf>(?P<part>gate_up_proj|up_proj|down_proj)\.\d+)")
+_FUSED = re.compile(r"(?P<holder>.+)\.(?P<leaf>(?P<part>gate_up_proj|gate_proj|up_proj|down_proj)\.\d+)")
 _STACKED = re.compile(r"(.+\.experts\.\w+)\.(\d+)(_blocks|_scales)")
 _DOWN = "down_proj"
 GPT_OSS = "gpt-oss-mxfp4"
@@ -65,6 +67,9 @@ class Q4Experts(nn.Module):
         self.kind, self.parts, self.fused = type(experts), parts, fused
         self._own = (experts,)  # no child of this module; on the meta device it takes nothing
         self._take(experts)
+        for name, item in experts.named_parameters(recurse=False):
+            if item.dim() == _RANK and not (fused and name in parts):
+                setattr(self, name, _Split(name))
         weights: Any = experts
         self.has_gate = "gate_up_proj" in dict(experts.named_parameters())
         self.is_transposed = getattr(experts, "is_transposed", False)
@@ -78,6 +83,7 @@ class Q4Experts(nn.Module):
         sizes = [(hidden, wide)] * (len(parts) - 1) + [(inner, hidden)]
         for outer in parts if fused else map(str, range(count)):
             self.add_module(outer, nn.Module())
+            self._modules[outer].__dict__["_is_hf_initialized"] = True  # as for ``_Split``
         for name, size in zip(parts, sizes, strict=True):
             for index in range(count):
                 holder, leaf = (name, str(index)) if fused else (str(index), name)
@@ -147,6 +153,22 @@ class Q4Experts(nn.Module):
         return x if bias is None else x + bias[expert]
 
 
+class _Split:
+    """What stands for a merged parameter, for which transformers draws nothing at random (Qwen3-Omni's blocks do)."""
+
+    _is_hf_initialized = True
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["name"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what a tensor would answer."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        hint = "Quantise with modules_to_not_convert=['experts'], which leaves them dense."
+        raise PackedWeightError(f"experts with layers of their own have no {self.name}, and so no {name!r}", hint=hint)
+
+
 def merged_experts(experts: Q4Experts) -> nn.Module:
     """Return transformers' own module with the weights of a ``Q4Experts``, all of whose layers are dense by now."""
     (module,) = experts._own  # noqa: SLF001  # as it came
@@ -169,7 +191,7 @@ def merged_experts(experts: Q4Experts) -> nn.Module:
 
 
 def place_experts(
-    model: Any, stored: Iterable[str], names: Names, skipped: Collection[str] = ()
+    model: Any, stored: Iterable[str], names: Names, skipped: Collection[str] = (), *, is_dense: bool = False
 ) -> tuple[dict[str, str], list[str]]:
     """Put a ``Q4Experts`` in the place of each experts module that layers of the checkpoint belong to.
 
@@ -178,6 +200,8 @@ def place_experts(
         stored: Names of layers of the checkpoint, ``….experts.0.w1`` or ``….experts.down_proj.0``; others are ignored.
         names: What transformers makes of the checkpoint's names.
         skipped: Paths of modules to leave as they are.
+        is_dense: Whether the checkpoint is. A module is left as it is, too, where a part has no names of that kind
+            (Inkling's files have gate and up interleaved).
 
     Returns:
         Stored name → path of its linear layer in the model; and the paths of those that no stored name fills.
@@ -197,7 +221,10 @@ def place_experts(
         fused = not next(iter(leaves))[0].isdigit()
         own = {leaf.split(".")[0 if fused else 1] for leaf in leaves}
         has_gate = "gate_up_proj" in dict(modules[path].named_parameters())
-        experts = Q4Experts(modules[path], _parts(own, has_gate=has_gate), fused=fused)
+        parts = _parts(own, has_gate=has_gate)
+        if is_dense and {*parts} - own:
+            continue
+        experts = Q4Experts(modules[path], parts, fused=fused)
         model.set_submodule(path, experts)
         legal = {name for name, module in experts.named_modules() if isinstance(module, nn.Linear)}
         places |= {name: f"{path}.{leaf}" for leaf, name in leaves.items() if leaf in legal}
@@ -211,12 +238,12 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def without_experts(conversions: Iterable[Any]) -> list[Any]:
-    """Return transformers' conversions of names and tensors, without those that merge experts."""
-    return [
-        item
-        for item in conversions
-        if not (isinstance(item, WeightConverter) and any("experts" in name for name in item.target_patterns))
-    ]
+    """Return transformers' conversions of names and tensors, without those that merge experts or rename their parts."""
+    return [item for item in conversions if not any(map(_is_of_experts, item.target_patterns))]
+
+
+def _is_of_experts(pattern: str) -> bool:
+    return "experts" in pattern and is_fused(pattern.rstrip("$"))
 
 
 def drop_conversions(model: Any) -> None:
@@ -224,6 +251,11 @@ def drop_conversions(model: Any) -> None:
     if has_experts(model):
         kept = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
         model._weight_conversions = without_experts(kept)  # noqa: SLF001  # how transformers remembers them
+
+
+def is_fused(name: str) -> bool:
+    """Return whether a tensor of that name has all experts of one part."""
+    return _FUSED.fullmatch(f"{name}.0") is not None
 
 
 def is_stacked(stored: str) -> bool:

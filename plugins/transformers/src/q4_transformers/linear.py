@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from q4core import Q4Error, Q4Linear, WeightInfo, dequantize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["HfLinear", "PackedWeightError", "dense_state_only"]
 
+_OPERATORS = (
+    "getitem", "len", "iter", "neg", "abs", "pow", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv",
+    "matmul", "rmatmul",
+)  # fmt: skip
+_CHANGING = re.compile(r"__(i(?!ter__|nvert__|nt__|ndex__)\w+|set\w*)__|out|(?!__)\w+_")
+"""What changes a tensor, among the names of its methods and of torch's functions."""
 _DENSE_ONLY = contextvars.ContextVar("q4_transformers_dense_only", default=False)
 
 
@@ -36,36 +45,98 @@ class PackedWeightError(Q4Error, AttributeError, code="packed_weight"):
 
 
 class _LoadedWeight(WeightInfo):
-    """Facts of a weight, marked for transformers: nothing is to be drawn at random for it. It is no tensor."""
+    """Facts of a weight, marked for transformers: nothing is to be drawn at random for it. It is no tensor.
+
+    Where the model's own code is known to read the weight, it answers with a dequantised one, made for each read.
+    """
 
     _is_hf_initialized = True
+    _layer: HfLinear
 
-    def __getattr__(self, name: str) -> torch.Tensor:
-        """Return a tensor of the packed weight."""
+    @classmethod
+    def of(cls, layer: HfLinear, info: WeightInfo) -> _LoadedWeight:
+        """Return the facts of a layer's weight."""
+        found = cls(**{field.name: getattr(info, field.name) for field in attrs.fields(WeightInfo)})
+        object.__setattr__(found, "_layer", layer)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a tensor of the packed weight, or what a dense weight would, if this one answers."""
+        if name == "data" and _is_resized():
+            return self._layer.dequantize()
         if hasattr(torch.Tensor, name) or name == "data":
-            raise _refusal(name)
+            return getattr(self._answer(name), name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: object) -> None:
         """Take that it needs no gradient, which is so, and nothing else."""
         if name != "requires_grad" or value:
-            raise _refusal(name)
+            raise _refusal(name, self._layer)
+
+    def _answer(self, name: str) -> torch.Tensor:
+        """Return the dequantised weight for a read by a method of a tensor, or a function of torch.
+
+        Raises:
+            PackedWeightError: It would be changed, or nothing is known to read it.
+        """
+        if not self._layer.is_read or not self._layer.is_prepared or name == "data" or _CHANGING.fullmatch(name):
+            raise _refusal(name, self._layer)
+        return self._layer.dequantize()
 
     @classmethod
-    def __torch_function__(cls, func: Any, *_: object, **__: object) -> Any:
-        """Refuse to be an argument of a function of torch."""
-        raise _refusal(getattr(func, "__name__", str(func)))
+    def __torch_function__(cls, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch with the dequantised weight, or refuse to be its argument."""
+        name = getattr(func, "__name__", str(func))
+        dense: Any = functools.partial(_dense, "out" if "out" in (kwargs or {}) else name)
+        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
 
 
-def _refusal(name: str) -> PackedWeightError:
-    """Return the error for what was asked, with the kind of adapter of PEFT that asked for it."""
-    frame, kind = inspect.currentframe(), "lora"
+def _dense(name: str, item: Any) -> Any:
+    return item._answer(name) if isinstance(item, _LoadedWeight) else item  # noqa: SLF001  # of this module
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """Return an operator of tensors for weights, as Python looks for operators in the class alone."""
+
+    def operate(self: _LoadedWeight, *args: Any) -> Any:
+        return getattr(self._answer(name), name)(*args)
+
+    return operate
+
+
+for _name in _OPERATORS:
+    setattr(_LoadedWeight, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _callers() -> Iterator[tuple[str, str]]:
+    """Yield module and function of each caller."""
+    frame = inspect.currentframe()
     while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        if module.startswith("peft.tuners.") and module.count(".") > 2:  # noqa: PLR2004  # in the folder of a kind
-            kind = module.split(".")[2]
-            break
+        yield str(frame.f_globals.get("__name__")), frame.f_code.co_name
         frame = frame.f_back
+
+
+def _is_resized() -> bool:
+    """Return whether transformers copies the weight into a new head of another size, which will be dense."""
+    return any(
+        module == "transformers.modeling_utils" and name == "_get_resized_lm_head" for module, name in _callers()
+    )
+
+
+def _refusal(name: str, layer: HfLinear) -> PackedWeightError:
+    """Return the error for what was asked, with the kind of adapter of PEFT that asked for it."""
+    found = (module.split(".") for module, _ in _callers() if module.startswith("peft.tuners."))
+    kind = next((parts[2] for parts in found if len(parts) > 3), None)  # noqa: PLR2004  # in the folder of a kind
+    if kind is None:
+        own = layer.name or "layer"
+        leaf = own.rpartition(".")[2]
+        hint = (
+            f"If the model's own code asks, quantise with modules_to_not_convert=[{leaf!r}], which leaves it dense. "
+            "Merge adapters by q4_transformers.merge(model, exact=True), or with requantize=True."
+        )
+        return PackedWeightError(
+            f"the weight of {own!r} is packed, can't be changed in place, and has no {name!r}", hint=hint
+        )
     if kind != "lora":
         hint = (
             "LoRA and DoRA run on packed layers; for another kind load the model dense, or name other target_modules."
@@ -93,12 +164,13 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers wha
     """Name of the layer in the checkpoint that it came from."""
     is_transposed: bool = False
     """Whether it stands for a ``Conv1D`` of transformers, whose dense weight is [K, N]."""
+    is_read: bool = False
+    """Whether the model's own code reads its weight, which then answers with a dequantised one."""
 
     @property
     def weight(self) -> WeightInfo:  # type: ignore[override]  # as for the class
         """Shape, dtype and device, as code written for ``nn.Linear`` asks for them."""
-        info = super().weight
-        return _LoadedWeight(**{field.name: getattr(info, field.name) for field in attrs.fields(WeightInfo)})
+        return _LoadedWeight.of(self, super().weight)
 
     @property
     def W_q(self) -> WeightInfo:  # noqa: N802  # the name by which PEFT knows that it must ask for ``dequantize()``

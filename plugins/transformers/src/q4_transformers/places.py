@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.pytorch_utils import Conv1D
 
 import q4core as q4
-from q4_transformers.experts import are_experts, place_experts
+from q4_transformers.experts import are_experts, is_fused, place_experts
+from q4_transformers.reads import weight_reads
+from q4_transformers.reasons import ABSENT, Reasons
 from q4core import CheckpointError, ConfigError, Problem, SchemaError
 from q4core.plugin_api import FLOATS, closest_name, counted, read_object
 
@@ -39,7 +42,6 @@ _INDEX = ".safetensors.index.json"
 _BESIDE = "in the checkpoint, as other experts of that layer are"
 _PLAIN = ("FalconLinear",)
 """Subclasses of ``nn.Linear`` that compute what it computes, by a forward pass of their own."""
-_ABSENT = "the checkpoint has no such weight as it is: merged, split or missing"
 _EXPERTS = 3
 """Dimensions of a tensor that holds a matrix for each expert."""
 
@@ -53,18 +55,19 @@ class Place:
         module: Path of the module.
         expert: Which matrix of a dense tensor of experts it is, ``[E, …]``.
         transposed: Whether a dense matrix is stored as [K, N].
+        saved: Name of an expert's layer in a checkpoint that holds it packed.
     """
 
     stored: str
     module: str
     expert: int | None = None
     transposed: bool = False
+    saved: str | None = None
 
     @property
     def name(self) -> str:
         """Name of the layer in a checkpoint that holds it packed."""
-        stored = self.stored.removesuffix(".weight")
-        return stored if self.expert is None else f"{stored}.{self.expert}"
+        return self.saved or self.stored.removesuffix(".weight")
 
 
 class Names:
@@ -141,9 +144,10 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
     kind = type(module)
     is_plain = kind.__name__ in _PLAIN or getattr(kind, "forward", None) is nn.Linear.forward
     is_called = not isinstance(module, NonDynamicallyQuantizableLinear)
-    return (
-        (module.out_features, module.in_features) if isinstance(module, nn.Linear) and is_plain and is_called else None
-    )
+    if not (isinstance(module, nn.Linear) and is_plain and is_called):
+        return None
+    rows, columns = int(module.out_features), int(module.in_features)  # a model's config may have made them tensors
+    return (rows, columns) if rows and columns else None
 
 
 def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[list[Place], dict[str, str]]:
@@ -159,6 +163,7 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[
     problems += [Problem("missing_key", path, _BESIDE) for path in missing]
     modules = dict(model.named_modules())
     stored_dense = {names.rename(name) for name in checkpoint.dense}
+    reads = weight_reads(model)
     for stored, layer in checkpoint.schema.layers.items():
         name = experts.get(stored) or (names.rename(f"{stored}.weight") or "").removesuffix(".weight")
         module = modules.get(name)
@@ -168,6 +173,8 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[
             pass
         elif tied is not None:
             problem = Problem("unsupported", stored, f"dense, as the config ties it to {tied}", layer.dialect)
+        elif name in reads and reads[name].is_change:
+            problem = Problem("unsupported", stored, f"dense, as {reads[name].reason}", layer.dialect)
         elif module.bias is not None and f"{name}.bias" not in stored_dense:
             problem = Problem("missing_key", f"{stored}.bias", "there, as the model's config has a bias")
         elif name in places:
@@ -178,7 +185,7 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[
     raise_unfit(model, checkpoint, problems)
     known = {*places, *model.all_tied_weights_keys, *stored_dense}
     missing = [name for name, module in modules.items() if shape_of(module) and not known & {name, f"{name}.weight"}]
-    return list(places.values()), dict.fromkeys(missing, _ABSENT)
+    return list(places.values()), dict.fromkeys(missing, ABSENT)
 
 
 def _cast_problems(checkpoint: Checkpoint, names: Names) -> Iterator[Problem]:
@@ -213,9 +220,16 @@ def raise_unfit(model: Any, checkpoint: Checkpoint, problems: Sequence[Problem])
     Raises:
         SchemaError: There is.
     """
-    if problems:
-        what = f"checkpoint does not fit {type(model).__name__}: {counted(len(problems), 'problem')}"
-        raise SchemaError(what, where=str(checkpoint.path), problems=problems, schema=checkpoint.schema)
+    if not problems:
+        return
+    what, hint = f"checkpoint does not fit {type(model).__name__}: {counted(len(problems), 'problem')}", None
+    kinds = Counter(str(problem.value) for problem in checkpoint.schema.unsupported)
+    if kinds:
+        listed = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
+        what = f"{what}, of which {kinds.total()} can't be read: {listed}"
+        hint = "Load the model's dense checkpoint with Q4Config(format='nf4')"
+        hint += ", or make a GGUF file of Q4_0, Q4_1 or Q8_0." if checkpoint.path.suffix == ".gguf" else "."
+    raise SchemaError(what, where=str(checkpoint.path), problems=problems, schema=checkpoint.schema, hint=hint)
 
 
 def places_of_dense(
@@ -237,34 +251,22 @@ def places_of_dense(
             stored[name] = key
         elif name is not None:
             others[name] = f"of {str(info.dtype).removeprefix('torch.')}, which is not quantised"
+    why = Reasons(model, config, stored, others, weight_reads(model))
     skipped = _skipped(model, config.modules_to_not_convert)
+    for name, module in model.named_modules():
+        if name not in skipped and are_experts(module) and (reason := why.of_experts(module)):
+            skipped[name] = reason
     experts = _dense_experts(model, checkpoint, names, skipped)
     places, reasons = list(experts.values()), {}
     for name, module in model.named_modules():
         if name in experts or not (isinstance(module, nn.Linear | Conv1D) or (name in skipped and are_experts(module))):
             continue
-        reason = skipped.get(name) or _dense_reason(model, name, module, stored, others)
+        reason = skipped.get(name) or why.of_linear(name, module, shape_of(module))
         if reason is None:
             places.append(Place(stored[f"{name}.weight"], name, transposed=isinstance(module, Conv1D)))
         else:
             reasons[name] = reason
     return places, reasons
-
-
-def _dense_reason(
-    model: Any, name: str, module: Any, stored: Mapping[str, str], others: Mapping[str, str]
-) -> str | None:
-    """Return why a linear layer is not quantised though nobody asked for that, or None."""
-    key = f"{name}.weight"
-    if shape_of(module) is None:
-        return f"{type(module).__name__} is no plain linear layer"
-    if key in model.all_tied_weights_keys:
-        return f"its weight is tied to {model.all_tied_weights_keys[key]}"
-    if key not in stored:
-        return others.get(key, _ABSENT)
-    if module.bias is not None and f"{name}.bias" not in stored:
-        return "the checkpoint has no bias for it"
-    return None
 
 
 def _dense_experts(model: Any, checkpoint: Checkpoint, names: Names, skipped: Collection[str]) -> dict[str, Place]:
@@ -273,16 +275,18 @@ def _dense_experts(model: Any, checkpoint: Checkpoint, names: Names, skipped: Co
     infos: Mapping[str, Any] = checkpoint.dense.infos
     for key, info in infos.items():
         if info.dtype in FLOATS and len(info.shape) == _EXPERTS:
-            found |= {f"{key}.{expert}": (key, expert) for expert in range(info.shape[0])}
+            # GraniteMoE's files call them input_linear and output_linear
+            name = key if is_fused(key) else names.rename(key) or key
+            found |= {f"{name}.{expert}": (key, expert) for expert in range(info.shape[0])}
         elif info.dtype in FLOATS:
             found[key.removesuffix(".weight")] = key, None
-    experts, missing = place_experts(model, found, names, skipped)
+    experts, missing = place_experts(model, found, names, skipped, is_dense=True)
     raise_unfit(model, checkpoint, [Problem("missing_key", path, _BESIDE) for path in missing])
     places = {}
     for name, path in experts.items():
         key, expert = found[name]
         turned = expert is not None and model.get_submodule(path.rsplit(".", 2)[0]).is_transposed
-        places[path] = Place(key, path, expert, transposed=turned)
+        places[path] = Place(key, path, expert, transposed=turned, saved=name)
     return places
 
 

@@ -25,6 +25,7 @@ from q4_transformers.linear import HfLinear
 from q4_transformers.parallelism import refuse_parallelism
 from q4_transformers.peft import keep_names_of_experts
 from q4_transformers.places import Names, Place, open_files, places_of_dense, places_of_layers, shape_of
+from q4_transformers.reads import weight_reads
 from q4_transformers.saving import state_and_metadata
 from q4core import ConfigError
 from q4core.plugin_api import read_config
@@ -139,11 +140,13 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
     def _replace(self, model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None, *, takes_place: bool) -> None:
         """Put an empty layer in each place; it counts for its packed bytes where a device map is to be found."""
         config = self.quantization_config.session_config()
+        reads = weight_reads(model)
         for place in self._places:
             module = model.get_submodule(place.module)
             rows, columns = shape_of(module) or (0, 0)
             layer = HfLinear.empty(rows, columns, module.bias, dtype=dtype, config=config, name=place.module)
             layer.stored_name, layer.is_transposed = place.name, isinstance(module, Conv1D)
+            layer.is_read = place.module in reads
             layer.__dict__["_is_hf_initialized"] = True  # transformers' mark: nothing is to be drawn at random
             if takes_place:
                 schema = checkpoint.schema.layers.get(place.stored)

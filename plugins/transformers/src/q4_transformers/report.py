@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch import nn
+from torch.nn.modules.conv import _ConvNd as _Conv
 
 from q4core import InputError, Q4Linear
 from q4core.plugin_api import counted
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Explanation", "Row", "explain"]
 
-_MATRIX = 2
+_MATRIX, _STACKED = 2, 3
 
 
 @attrs.frozen(kw_only=True)
@@ -121,4 +122,9 @@ def _rows(model: nn.Module, reasons: dict[str, str]) -> Iterator[Row]:
 
 
 def _reason(module: nn.Module) -> str:
-    return "stored so" if isinstance(module, nn.Linear) else "no linear layer"
+    if isinstance(module, nn.Linear):
+        return "stored so"
+    weights = [item.dim() for item in module.parameters(recurse=False)]
+    if _STACKED in weights and not isinstance(module, _Conv):
+        return "matrices in one tensor, which the module calls in a way of its own"
+    return "no linear layer"

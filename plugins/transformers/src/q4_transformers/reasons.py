@@ -1,0 +1,76 @@
+"""Why a linear layer of a dense checkpoint stays dense though a format was asked for."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+import q4core as q4
+from q4core import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from q4_transformers.config import Q4Config
+    from q4_transformers.reads import Read
+
+__all__ = ["ABSENT", "Reasons"]
+
+ABSENT = "the checkpoint has no such weight as it is: merged, split or missing"
+
+
+@attrs.frozen
+class Reasons:
+    """What a format can't serve in one model.
+
+    Args:
+        model: The model, on the meta device.
+        config: What was asked for.
+        stored: Names in the model of the checkpoint's weights that can be quantised.
+        others: Names of its other tensors, and why each can't.
+        reads: Layers whose weight the model's own code reads.
+    """
+
+    model: Any
+    config: Q4Config
+    stored: Mapping[str, str]
+    others: Mapping[str, str]
+    reads: Mapping[str, Read]
+
+    def of_linear(self, name: str, module: Any, shape: tuple[int, int] | None) -> str | None:
+        """Return why a linear layer is not quantised, or None; ``shape`` is what a packed layer in its place has."""
+        key, tied = f"{name}.weight", self.model.all_tied_weights_keys
+        if shape is None:
+            return f"{type(module).__name__} is no plain linear layer"
+        if key in tied:
+            return f"its weight is tied to {tied[key]}"
+        if key in tied.values():
+            return "another weight is tied to its"
+        if key not in self.stored:
+            return self.others.get(key, ABSENT)
+        if module.bias is not None and f"{name}.bias" not in self.stored:
+            return "the checkpoint has no bias for it"
+        read = self.reads.get(name)
+        return (read and read.reason) or self._of_columns(shape[1])
+
+    def of_experts(self, module: Any) -> str | None:
+        """Return why a module of experts is not quantised, or None: each expert has products over both extents."""
+        return next((found for size in module.down_proj.shape[1:] if (found := self._of_columns(size))), None)
+
+    def _of_columns(self, columns: int) -> str | None:
+        config = self.config
+        return _unquantisable(str(config.format), config.block_size, columns)
+
+
+@functools.cache
+def _unquantisable(format_: str, block_size: int | None, columns: int) -> str | None:
+    """Return why a row of some length has no form in a format, in the codec's own words, or None."""
+    try:
+        with torch.device("cpu"):  # models are built under the meta device
+            q4.quantize(torch.zeros(1, columns), format_, block_size=block_size)
+    except FormatError as error:
+        return f"for {format_}, {error.name} must be {error.rule}, got {error.value}"
+    return None
