@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from typing import TYPE_CHECKING, Any
@@ -46,8 +47,9 @@ def _mesh() -> Any:
     return distributed.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
 
 
-def _config(**options: Any) -> Any:
-    return DistributedConfig(**options)
+def _config() -> Any:
+    sizes = {"tp_size", "fsdp_size", "pp_size"} & {field.name for field in dataclasses.fields(DistributedConfig)}
+    return DistributedConfig(enable_expert_parallel=True, **dict.fromkeys(sizes, 1))
 
 
 WAYS: dict[str, Any] = {
@@ -56,7 +58,7 @@ WAYS: dict[str, Any] = {
     "tp_plan and tp_size": lambda: {"tp_plan": "auto", "tp_size": 1},
     "device_mesh": lambda: {"device_mesh": _mesh()},
     "device_mesh and tp_plan": lambda: {"tp_plan": "auto", "device_mesh": _mesh()},
-    "distributed_config": lambda: {"distributed_config": _config(enable_expert_parallel=True)},
+    "distributed_config": lambda: {"distributed_config": _config()},
 }
 
 
