@@ -187,7 +187,7 @@ def peers(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["peerenv"])
 @nox.parametrize("release", TRANSFORMERS)
 def transformers(session: nox.Session, release: str) -> None:
-    """Run the tests of q4-transformers with the releases that it was tried with; ``-- -k gguf`` runs some of them."""
+    """Run the tests of q4-transformers with each release that it was tried with; ``-k 5.19`` chooses one."""
     install_group(session, "peer", environment="peerenv")
     _pytest(session, "tests/peers", "-k", "huggingface", environment="peerenv", PYTHONPATH=put_apart(session, release))
 
