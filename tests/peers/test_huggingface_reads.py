@@ -271,3 +271,30 @@ def test_a_layer_that_a_format_has_no_blocks_for_stays_dense(format_: str, colum
     ours.save_pretrained(tmp_path / "again")
     again = type(dense).from_pretrained(tmp_path / "again", quantization_config=Q4Config(**EXACT)).eval()
     assert torch.equal(_logits(again, TEXT), _logits(ours, TEXT))
+
+
+@pytest.mark.parametrize(("columns", "block"), [(192, 64), (300, 100), (262, 262), (80, 128)])
+def test_int4_gets_blocks_that_divide_the_row(columns: int, block: int, tmp_path: Path) -> None:
+    """Where 128 does not divide K, INT4 takes a block that does, so that the model can be saved and loaded again."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": columns, "num_hidden_layers": 1}
+    dense = _model("LlamaForCausalLM", **sizes, num_attention_heads=4)
+    dense.save_pretrained(tmp_path)
+    ours = type(dense).from_pretrained(tmp_path, quantization_config=Q4Config(format="int4", **EXACT)).eval()
+    assert ours.model.layers[0].mlp.down_proj.packed_weight().block_size == block
+    ours.save_pretrained(tmp_path / "again")
+    again = type(dense).from_pretrained(tmp_path / "again", quantization_config=Q4Config(**EXACT)).eval()
+    assert torch.equal(_logits(again, TEXT), _logits(ours, TEXT))
+    theirs = type(dense).from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
+    assert _error(_logits(theirs, TEXT), _logits(ours, TEXT)) <= 1e-3
+
+
+def test_a_block_size_that_is_asked_for_leaves_other_rows_dense(tmp_path: Path) -> None:
+    """A block size that was asked for is kept: a layer that it does not divide stays dense, and is listed."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
+    dense = _model("LlamaForCausalLM", **sizes, num_attention_heads=4)
+    dense.save_pretrained(tmp_path)
+    config = Q4Config(format="int4", block_size=128, **EXACT)
+    ours = type(dense).from_pretrained(tmp_path, quantization_config=config).eval()
+    reasons = {row.name: row.reason for row in q4_transformers.explain(ours).dense}
+    assert "block_size=128" in reasons["model.layers.0.mlp.down_proj"]
+    ours.save_pretrained(tmp_path / "again")

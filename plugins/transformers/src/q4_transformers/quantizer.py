@@ -26,6 +26,7 @@ from q4_transformers.parallelism import refuse_parallelism
 from q4_transformers.peft import keep_names_of_experts
 from q4_transformers.places import Names, Place, open_files, places_of_dense, places_of_layers, shape_of
 from q4_transformers.reads import weight_reads
+from q4_transformers.reasons import block_size_for
 from q4_transformers.saving import state_and_metadata
 from q4core import ConfigError
 from q4core.plugin_api import read_config
@@ -209,7 +210,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         dense = dense if place.expert is None else dense[place.expert]
         dense = dense.T if place.transposed else dense
         is_symmetric = config.format == "int4" and not config.zero_points
-        options: Any = {"block_size": config.block_size, "symmetric": is_symmetric, "name": place.module}
+        block = block_size_for(config, dense.shape[1])
+        options: Any = {"block_size": block, "symmetric": is_symmetric, "name": place.module}
         return q4.quantize(dense, config.format, **options)
 
     def _device_of(self, module: str) -> torch.device | None:

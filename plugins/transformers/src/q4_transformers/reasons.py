@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from q4_transformers.config import Q4Config
     from q4_transformers.reads import Read
 
-__all__ = ["ABSENT", "Reasons"]
+__all__ = ["ABSENT", "Reasons", "block_size_for"]
+
+_INT4 = "int4"
+_BLOCK, _LEAST = 128, 32
 
 ABSENT = "the checkpoint has no such weight as it is: merged, split or missing"
 
@@ -62,7 +65,21 @@ class Reasons:
 
     def _of_columns(self, columns: int) -> str | None:
         config = self.config
-        return _unquantisable(str(config.format), config.block_size, columns)
+        block = block_size_for(config, columns)
+        if config.format == _INT4 and block is not None and columns > block and columns % block:
+            return f"for {_INT4}, K must be a multiple of block_size={block} to be saved, got {columns}"
+        return _unquantisable(str(config.format), block, columns)
+
+
+def block_size_for(config: Q4Config, columns: int) -> int | None:
+    """Return in how many in-features per scale a layer is quantised; None for the format's default.
+
+    No dialect has a short last block of INT4. Where 128 does not divide K, 64 or 32 is taken, else the largest divisor
+    from 32, else a row is one block.
+    """
+    if config.format != _INT4 or config.block_size is not None or columns <= _BLOCK or not columns % _BLOCK:
+        return config.block_size
+    return next(size for size in (64, 32, *range(_BLOCK, _LEAST, -1), columns) if not columns % size)
 
 
 @functools.cache
