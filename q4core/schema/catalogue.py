@@ -142,7 +142,9 @@ class Catalogue:
         self.load = load
         self.options = dict(options or {})
         self._below: dict[str, list[str]] = {}
-        for name in self.tensors:
+        self._ending: dict[str, dict[str, int]] = {}  # last part of the name → names, with their places
+        for place, name in enumerate(self.tensors):
+            self._ending.setdefault(name.rpartition(".")[2], {})[name] = place
             cut = len(name)
             for _ in range(_MAX_SUFFIX_PARTS):
                 cut = name.rfind(".", 0, cut)
@@ -172,7 +174,10 @@ class Catalogue:
     def modules_with(self, *suffixes: str) -> Iterator[str]:
         """Yield each module once that has a tensor at ``module.suffix`` for one of the suffixes, in file order."""
         tails = tuple(f".{suffix}" for suffix in suffixes)
-        names = (name for name in self.tensors if name.endswith(tails))
+        places: dict[str, int] = {}
+        for last in {suffix.rpartition(".")[2] for suffix in suffixes}:
+            places |= self._ending.get(last, {})
+        names = (name for name in sorted(places, key=places.__getitem__) if name.endswith(tails))
         modules = (next(name.removesuffix(tail) for tail in tails if name.endswith(tail)) for name in names)
         yield from dict.fromkeys(module for module in modules if module)
 

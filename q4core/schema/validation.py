@@ -101,7 +101,8 @@ def validate(  # noqa: PLR0913  # the contract's arguments
 
 def validate_in(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect]) -> tuple[Problem, ...]:
     """Return every problem of a schema that was made from a catalogue: of keys, shapes, dtypes and values at hand."""
-    layers = [(find_dialect(layer.dialect, dialects), layer) for layer in schema.layers.values()]
+    known = {name: find_dialect(name, dialects) for name in schema.dialects}
+    layers = [(known[layer.dialect], layer) for layer in schema.layers.values()]
     found = [(pair, _layer_problems(*pair, catalogue)) for pair in layers]
     illegal = list(_number_problems(layers, catalogue))
     problems = [*schema.problems, *(problem for _, some in found for problem in some), *illegal]

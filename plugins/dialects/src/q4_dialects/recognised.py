@@ -173,14 +173,11 @@ class Recognised(Dialect):
 
 def _by_table(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
     for row in _ROWS:
-        first = next(iter(row.needs))
-        for module in catalogue.modules_with(first):
+        first, *others = row.needs
+        for module in catalogue.modules_with(others[-1] if others else first):  # fewer have it than have a weight
             stem = f"{module}."
-            infos = {suffix: catalogue.get(stem + suffix) for suffix in row.needs}
-            fits = all(
-                info is not None and (not row.needs[suffix] or info.dtype in row.needs[suffix])
-                for suffix, info in infos.items()
-            )
+            infos = [(catalogue.get(stem + suffix), dtypes) for suffix, dtypes in row.needs.items()]
+            fits = all(info is not None and (not dtypes or info.dtype in dtypes) for info, dtypes in infos)
             is_other = any(stem + suffix in catalogue for suffix in row.without)
             if fits and not is_other and _has_own_rows(row, stem, catalogue):
                 found = [suffix for suffix in (*row.needs, *row.also) if stem + suffix in catalogue]
