@@ -269,6 +269,13 @@ def test_another_dialect(tmp_path: Path) -> None:
     assert error(load(tmp_path / "two"), dense) < 1e-3
 
 
+def test_releases_that_do_not_name_the_model(tmp_path: Path) -> None:
+    """transformers 5.8 to 5.19 ask for conversions of weights without the model."""
+    save_by_q4(tmp_path, "bitsandbytes", "nf4")
+    conversions = [object()]
+    assert load(tmp_path).hf_quantizer.update_weight_conversions(conversions) is conversions
+
+
 def test_packed_weights_are_counted(tmp_path: Path) -> None:
     """``num_parameters`` counts a packed weight as the dense one, and none of them as trainable."""
     dense = dense_model()

@@ -206,6 +206,22 @@ def test_every_key_of_scaling(arch: str, tmp_path: Path) -> None:
             rope(**facts)
 
 
+def test_special_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Special tokens reach the config, and every one that ends a text ends what is generated."""
+    original = families.write_metadata
+
+    def write_metadata(writer: GGUFWriter, config: Any, arch: str) -> None:
+        original(writer, config, arch)
+        for number, name in enumerate(("bos", "eos", "eot", "eom", "padding"), 7):
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", min(number, 9))
+
+    monkeypatch.setattr(families, "write_metadata", write_metadata)
+    families.write(tmp_path / "model.gguf", "qwen2", families.make("qwen2"), Type.Q8_0)
+    model, _ = q4_transformers.load(tmp_path / "model.gguf")
+    for config in (model.config, model.generation_config):
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (7, [8, 9], 9)
+
+
 # -- what else a file may lack
 
 

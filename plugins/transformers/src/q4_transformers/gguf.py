@@ -62,8 +62,8 @@ _IDLE = {
 }
 _PLAIN = {"attention.causal": True, "rope.scaling.attn_factor": 1.0, "use_parallel_residual": False}
 """Keys that may say what is computed anyway."""
-_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Special token → the file's word for it."""
+_TOKENS = {"bos": ("bos",), "eos": ("eos", "eot", "eom"), "pad": ("padding",)}
+"""Special token → the file's words for it; of several, each ends a text."""
 
 
 @attrs.frozen
@@ -175,8 +175,10 @@ def config_of(checkpoint: Checkpoint) -> Any:
         _refuse(where, "header", str(error.rule), kind)
     if kind == "phi3":
         told["original_max_position_embeddings"] = own.rope_scaling.original_context or own.max_position_embeddings
-    tokens = {name: checkpoint.metadata.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
-    told |= {f"{name}_token_id": item for name, item in tokens.items()}
+    for name, words in _TOKENS.items():
+        keys = [f"tokenizer.ggml.{word}_token_id" for word in words]
+        found = list(dict.fromkeys(checkpoint.metadata[key] for key in keys if key in checkpoint.metadata))
+        told[f"{name}_token_id"] = found if len(found) > 1 else next(iter(found), None)
     try:
         return transformers.AutoConfig.for_model(**told)
     except Exception as error:  # noqa: BLE001  # transformers' own check of a config, of a class that depends on the release
