@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import glob
+import hashlib
 import os
 import pathlib
 import tempfile
@@ -24,19 +26,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Kept", "check_fits", "load", "save"]
 
-_VERSION = 1
+_VERSION = 2
+_ENDING = ".q4tmp"
 
 
 @attrs.frozen(eq=False)
 class Kept:
-    """One tensor of a checkpoint."""
+    """One tensor of a checkpoint; ``source`` identifies what computes it."""
 
     tensor: torch.Tensor
     version: int
     mode: MutableMode
+    source: str | None
 
 
-def save(path: str | os.PathLike[str], tensors: Mapping[str, MutableTensor], timeout: float | None) -> dict[str, int]:
+def save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, MutableTensor],
+    sources: Mapping[str, str],
+    timeout: float | None,
+) -> dict[str, int]:
     """Write all tensors as they are at one instant; see ``ActorSystem.checkpoint``."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -49,14 +58,21 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, MutableTensor], tim
             hint = "Checkpoint where nobody writes: between two steps of the clock."
             raise ActorError(f"no checkpoint: some tensor changed all the time for {timeout} s", hint=hint)
     kept = {
-        name: {"tensor": one.tensor.cpu(), "version": one.version, "mode": tensors[name].mode.value}
+        name: {
+            "tensor": one.tensor.cpu(),
+            "version": one.version,
+            "mode": tensors[name].mode.value,
+            "source": sources.get(name),
+        }
         for name, one in taken.items()
     }
     target = pathlib.Path(path)
+    prefix = f".{target.name}."
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=prefix, suffix=_ENDING, delete=False) as file:
             try:
-                torch.save({"q4_actors": _VERSION, "tensors": kept}, file)
+                began = os.fstat(file.fileno()).st_mtime
+                torch.save({"q4_actors": _VERSION, "tensors": kept, "digest": _digest(kept)}, file)
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(file.name, target)  # noqa: PTH105  # the name of an open file
@@ -64,6 +80,10 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, MutableTensor], tim
                 with contextlib.suppress(OSError):
                     os.unlink(file.name)  # noqa: PTH108  # as above
                 raise
+        for other in target.parent.glob(f"{glob.escape(prefix)}{'?' * 8}{_ENDING}"):
+            with contextlib.suppress(OSError):
+                if other.stat().st_mtime < began:  # of a process that was killed: none is written so slowly
+                    other.unlink()
     except (OSError, RuntimeError) as error:  # torch's, where the disk is full
         raise CheckpointError(f"the checkpoint can't be written: {error}", where=str(path)) from error
     return versions
@@ -73,7 +93,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Kept]:
     """Return what ``save`` wrote.
 
     Raises:
-        CheckpointError: It is no such file.
+        CheckpointError: It is no such file, or was changed since.
     """
     try:
         found: Any = dict(torch.load(path, weights_only=True))
@@ -81,8 +101,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, Kept]:
             raise CheckpointError(  # noqa: TRY301  # as all that the file may hold
                 "checkpoint", name="q4_actors", rule=str(_VERSION), value=found["q4_actors"], where=str(path)
             )
+        if found["digest"] != _digest(found["tensors"]):
+            text = "the checkpoint's content is not what was written: its digest differs"
+            raise CheckpointError(text, where=str(path), hint="Resume from another one.")  # noqa: TRY301  # as above
         return {
-            name: Kept(one["tensor"], int(one["version"]), MutableMode(one["mode"]))
+            name: Kept(one["tensor"], one["version"], MutableMode(one["mode"]), one["source"])
             for name, one in found["tensors"].items()
         }
     except CheckpointError:
@@ -92,11 +115,22 @@ def load(path: str | os.PathLike[str]) -> dict[str, Kept]:
         raise CheckpointError(text, where=str(path), hint="Give a file that ActorSystem.checkpoint wrote.") from error
 
 
-def check_fits(name: str, kept: Kept, tensor: torch.Tensor, mode: MutableMode | str | None) -> None:
+def _digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a digest of all that a checkpoint keeps."""
+    found = hashlib.sha256()
+    for name, one in tensors.items():
+        tensor: torch.Tensor = one["tensor"]
+        facts = (name, str(tensor.dtype), [*tensor.shape], one["version"], one["mode"], one["source"])
+        found.update(repr(facts).encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def check_fits(name: str, kept: Kept, tensor: torch.Tensor, mode: MutableMode | str | None, source: str | None) -> None:
     """Refuse a tensor that is not like the checkpoint's.
 
     Raises:
-        InputError: It has another shape, dtype or mode.
+        InputError: It has another shape, dtype, mode or source.
     """
     label = f"mutable tensor {name!r}"
     wanted = kept.mode if mode is None else to_mode(label, mode)
@@ -105,6 +139,9 @@ def check_fits(name: str, kept: Kept, tensor: torch.Tensor, mode: MutableMode | 
         "dtype": (kept.tensor.dtype, tensor.dtype),
         "mode": (kept.mode.value, wanted.value),
     }
+    if source is not None:
+        pairs["source"] = (kept.source, source)
     for what, (was, now) in pairs.items():
         if was != now:
-            raise InputError(label, name=what, rule=f"the checkpoint's {was}", value=now)
+            hint = "Resume with what the checkpoint was written with." if what == "source" else None
+            raise InputError(label, name=what, rule=f"the checkpoint's {was}", value=now, hint=hint)

@@ -58,7 +58,7 @@ class ActorSystem:
 
     Raises:
         ConfigError: An argument is not legal, or the runtime is not installed here.
-        CheckpointError: ``resume`` is no checkpoint.
+        CheckpointError: ``resume`` is no checkpoint, or was changed since it was written.
     """
 
     def __init__(  # noqa: PLR0913  # the options of one call
@@ -84,6 +84,7 @@ class ActorSystem:
         self._resumed = {} if resume is None else checkpoints.load(resume)
         self._actors: dict[str, ActorRef] = {}
         self._tensors: dict[str, MutableTensor] = {}
+        self._sources: dict[str, str] = {}
         self._weights: list[SharedWeight] = []
         self._dead: ActorDeadError | None = None
         self._lock = threading.RLock()
@@ -136,12 +137,14 @@ class ActorSystem:
 
     # -- state
 
-    def mutable(self, tensor: torch.Tensor, *, name: str, **options: Any) -> MutableTensor:
+    def mutable(self, tensor: torch.Tensor, *, name: str, source: str | None = None, **options: Any) -> MutableTensor:
         """Return a tensor that all actors share, with a copy of ``tensor`` or what the checkpoint has of that name.
 
         Args:
             tensor: The first content.
             name: Its name in checkpoints and messages.
+            source: Identifies what computes it, by a digest of weights for example. Checkpoints keep it, and a
+                checkpoint's tensor of another source is refused. Defaults to None: of any.
             **options: ``mode``, and of ``q4_actors.mutable`` what else the runtime has: threads take all of it;
                 processes and Ray have the system's memory on the CPU, and refuse what requires another.
 
@@ -151,7 +154,7 @@ class ActorSystem:
 
         Raises:
             ConfigError: The name is taken, or an option is not legal.
-            InputError: ``tensor`` can't be shared so, or the checkpoint's has another shape, dtype or mode.
+            InputError: ``tensor`` can't be shared so, or the checkpoint's has another shape, dtype, mode or source.
             UnifiedMemoryError: Required, and impossible.
         """
         _require("name", name, "text", is_met=isinstance(name, str) and bool(name))
@@ -161,11 +164,13 @@ class ActorSystem:
             options = {key: value for key, value in options.items() if value is not None}
             kept, version = self._resumed.get(name), 0
             if kept is not None:
-                checkpoints.check_fits(name, kept, tensor, options.get("mode"))
+                checkpoints.check_fits(name, kept, tensor, options.get("mode"), source)
                 tensor, version = kept.tensor.to(tensor.device), kept.version
                 options["mode"] = kept.mode
             made: MutableTensor = self._runtime.mutable(tensor, name, version, **options)
             self._tensors[name] = made
+            if source is not None:
+                self._sources[name] = source
             return made
 
     def share(self, what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool = True) -> SharedWeight:
@@ -219,7 +224,7 @@ class ActorSystem:
         """
         with self._lock:
             self._require_open()
-            return checkpoints.save(path, self._tensors, timeout)
+            return checkpoints.save(path, self._tensors, self._sources, timeout)
 
     # -- end
 
