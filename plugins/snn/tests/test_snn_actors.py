@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from concurrent import futures
 from typing import TYPE_CHECKING, Literal
 
 import pytest
@@ -177,12 +178,67 @@ def test_checkpoint_of_other_populations(tmp_path: Path) -> None:
     with ActorSystem("threads") as system:
         ActorNetwork(small(LIF(1e-3)), system, batch=1)(torch.ones(3, 1, 8))
         system.checkpoint(tmp_path / "state")
+    torch.manual_seed(0)  # so that the others are as they were
     pixels, a, b = Population("pixels", 8), Population("a", 64, LIF(1e-3)), Population("b", 5, LI(1e-3))
-    other = Network([pixels, a, b], [Projection(pixels, a), Projection(a, b)])
+    other = Network([pixels, a, b], [Projection(pixels, a, format="nf4"), Projection(a, b)])
     with (
         ActorSystem("threads", resume=tmp_path / "state") as system,
         pytest.raises(ConfigError, match="steps must be those of one run"),
     ):
+        ActorNetwork(other, system, batch=1)
+
+
+def test_two_threads(network: Network) -> None:
+    """Calls of two threads run one after the other: together they give what one run gives."""
+    with ActorSystem("threads") as system:
+        crew = ActorNetwork(network, system, batch=2, actors=2)
+        x = torch.ones(20, 2, 40)
+        with futures.ThreadPoolExecutor(2) as pool:
+            found = [item["b.syn"] for item in pool.map(lambda part: crew(part, ("b.syn",)), (x, x))]
+        assert crew.clock == 40
+    with torch.no_grad():
+        expected = network(torch.cat([x, x]), record=("b.syn",))[0]["b.syn"]
+    first = next(index for index, item in enumerate(found) if torch.equal(item, expected[:20]))
+    assert torch.equal(found[1 - first], expected[20:])
+
+
+@pytest.mark.parametrize("what", ["weight", "bias", "neuron", "synapse"])
+def test_checkpoint_of_other_weights(what: str, tmp_path: Path) -> None:
+    """A checkpoint goes on with equal neurons and weights alone, packed or not."""
+
+    def made() -> Network:
+        torch.manual_seed(0)
+        pixels, a, b = (
+            Population("pixels", 64, spikes=True),
+            Population("a", 64, LIF(1e-3)),
+            Population("b", 5, LI(1e-3)),
+        )
+        one = torch.tensor([0])
+        sparse = SparseProjection(one, one, torch.ones(1), one + 1, sources=pixels, targets=b)
+        projections = [Projection(pixels, a, format="nf4", bias=True), Projection(a, b, format="nf4"), sparse]
+        return Network([pixels, a, b], projections)
+
+    with ActorSystem("threads") as system:
+        ActorNetwork(made(), system, batch=1)(torch.ones(3, 1, 64))
+        system.checkpoint(tmp_path / "state")
+    equal, other = made(), made()
+    with torch.no_grad():
+        match what:
+            case "weight":
+                other.get_parameter("projections.a->b.synapses.weight")[0, 0] += 5
+            case "bias":
+                other.get_parameter("projections.pixels->a.synapses.bias")[0] += 1
+            case "neuron":
+                other.population("a").neuron = LIF(1e-3, v_threshold=2.0)
+            case "synapse":
+                other.get_buffer("projections.pixels->b.offset").mul_(2)
+    with q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session:
+        pack_(equal, session)
+        with ActorSystem("threads", resume=tmp_path / "state") as system:
+            assert ActorNetwork(equal, system, batch=1).clock == 3
+    name = "a" if what in {"bias", "neuron"} else "b"
+    rule = f"'{name}': source must be the checkpoint's neurons and weights of digest"
+    with ActorSystem("threads", resume=tmp_path / "state") as system, pytest.raises(InputError, match=rule):
         ActorNetwork(other, system, batch=1)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -122,13 +124,39 @@ def _output(state: torch.Tensor, rows: int, step: int) -> torch.Tensor:
     return state[rows + step % (len(state) - rows)]
 
 
+def _source_of(network: Network, name: str) -> str | None:
+    """Return what identifies the neurons of a population and the synapses into it; None for an input."""
+    neuron = network.population(name).neuron
+    if neuron is None:
+        return None
+    found = hashlib.sha256()
+
+    def add(*values: Any) -> None:
+        for value in values:
+            is_tensor = isinstance(value, torch.Tensor)
+            found.update(repr((value.dtype, value.shape) if is_tensor else value).encode())
+            if is_tensor:
+                found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+    add(type(neuron).__name__, neuron.dt)
+    add(*(getattr(neuron, option, None) for option in ("reset", "threshold_inclusive", "reset_delay")))
+    add(*(item for parameter in neuron.parameter_names for item in (parameter, getattr(neuron, parameter))))
+    for item in network.into(name):
+        add(item.source, item.delay)
+        if isinstance(item, Projection):
+            add(item.dense_weight(), getattr(packed_layer(item.synapses) or item.synapses, "bias", None))
+        elif isinstance(item, SparseProjection):
+            add(*item.state_dict().values())
+    return f"neurons and weights of digest {found.hexdigest()[:16]}"
+
+
 class ActorNetwork:
     """A network whose populations are advanced by actors; it gives what ``network(x)`` gives.
 
     A population's state and what it gave last are one shared tensor, and one update of it is one step. So the result
     does not depend on how many actors there are, who is late, or who is killed and restarted. Packed synapses are
     shared; neurons, and synapses that are not packed, are copied. ``system.checkpoint`` between two runs holds
-    everything; with ``ActorSystem(resume=…)`` an equal network goes on from there.
+    everything; with ``ActorSystem(resume=…)`` a network of equal neurons and weights goes on from there.
 
     Args:
         network: Whose projections are all ``Projection`` or ``SparseProjection``; it is not changed, and later changes
@@ -143,11 +171,13 @@ class ActorNetwork:
     Raises:
         ConfigError: An argument or a projection is not legal, a population's name is taken in the system, or its
             checkpoint has steps of these populations that are not of one run.
+        InputError: The checkpoint is of other neurons or weights, or of another batch.
         UnifiedMemoryError: Required, and impossible.
     """
 
     def __init__(self, network: Network, system: ActorSystem, *, batch: int, actors: int = 1, **options: Any) -> None:
         self._network, self._system, self._batch = network, system, batch
+        self._turn = threading.Lock()
         names = [name for name in network.order if name not in network.inputs]
         for what, value, most in (("batch", batch, None), ("actors", actors, len(names))):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most and value > most):
@@ -165,7 +195,8 @@ class ActorNetwork:
             states += tuple(row for ring in coming for row in ring)
             self._rows[name] = len(states)
             ring = [rest] * (network.depth(name) + 1)
-            self._tensors[name] = system.mutable(torch.stack([*states, *ring]), name=name, **options)
+            source = _source_of(network, name)
+            self._tensors[name] = system.mutable(torch.stack([*states, *ring]), name=name, source=source, **options)
             if population.neuron is not None:
                 synapses = tuple(map(self._share, network.into(name)))
                 parts[name] = _Part(copy.deepcopy(population.neuron), len(states), synapses)
@@ -215,7 +246,7 @@ class ActorNetwork:
     def __call__(
         self, x: torch.Tensor | Mapping[str, torch.Tensor], record: Sequence[str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Run over time, from where the last call ended.
+        """Run over time, from where the last call ended. Calls of several threads run one after the other.
 
         Args:
             x: As ``Network`` takes it, with the batch told.
@@ -234,6 +265,12 @@ class ActorNetwork:
             if value.shape[1] != self._batch or value.shape[2] != self._network.population(name).size:
                 rule = f"of shape [T, {self._batch}, {self._network.population(name).size}]"
                 raise InputError(f"population {name!r}", name="input", rule=rule, value=list(value.shape))
+        with self._turn:
+            return self._run(sequences, places)
+
+    def _run(
+        self, sequences: Mapping[str, torch.Tensor], places: Mapping[str, tuple[str, int | None]]
+    ) -> dict[str, torch.Tensor]:
         found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
         start = self.clock
         for index in range(len(next(iter(sequences.values())))):
