@@ -113,7 +113,7 @@ def test_training_in_four_bits_and_packing() -> None:
         trained, _ = network(x, record=("hidden",))
         config = q4.SessionConfig(device="cpu", activation_precision="exact")
         with q4.Session(config) as session:
-            names = pack_(network, session)
+            names = pack_(network, session).names
             assert names == [f"projections.{name}.synapses" for name in network.projections]
             packed, _ = network(x, record=("hidden",))
     assert (packed["hidden"] != trained["hidden"]).float().mean() < 1e-3  # kernels add in another order

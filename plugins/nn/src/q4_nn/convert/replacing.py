@@ -1,4 +1,4 @@
-"""``convert_linears_``: one layer after another, after a look at what is wrong for all of them."""
+"""``convert_linears_``: all layers are packed before the first is replaced."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import attrs
 import torch
 from torch import nn
 
-from q4_nn.convert.candidates import find_candidates, reasons_against, skipped_by_caller
-from q4_nn.convert.table import Conversion, ConversionTable
+from q4_nn.convert.candidates import find_candidates, reasons_against, replace_layers_, skipped_by_caller
+from q4_nn.convert.table import ConversionTable, row_of
 from q4_nn.registry.layer_type import keep_options
 from q4_nn.training.quantising import named_format
 from q4core import (
@@ -47,17 +47,17 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
 
     A layer stays as it is, with the reason in the table, where more would be lost than its weight is rounded: a weight
     that another module shares (a tied head), hooks, parametrizations, subclasses of ``nn.Linear`` and what is inside
-    them. So does a layer whose shape the format or the backends can't take; nothing is half-converted. What is wrong
-    for all layers alike is an error before the first is touched.
+    them. So does a layer whose shape the format or the backends can't take. After an error, whatever raised it, the
+    model is as it was: the old weights stay until all new ones are there, so that both take memory for a while.
 
     Args:
         model: Any module but an ``nn.Linear`` itself, which can't replace itself.
         format: Name of the format, or a ``Format``.
         skip: Names or glob patterns (matched against the full name and its last part), each of which must match some
             layer; or a function of name and layer.
-        session: Whose policy; the default session unless told.
-        block_size: In-features per scale; the format's default unless told.
-        strict: Raise at the first layer that can't be converted, before it is touched.
+        session: Whose policy. Defaults to the default session.
+        block_size: In-features per scale. Defaults to the format's.
+        strict: Raise at the first layer that can't be converted.
 
     Returns:
         A table of what was done.
@@ -83,16 +83,17 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
         raise InputError("convert_linears_", name="session", rule="a Session or None", value=type(session).__name__)
     owner = default_session() if session is None else session
     candidates = find_candidates(model)
-    chosen = skipped_by_caller(skip, model, candidates)
+    chosen = skipped_by_caller("convert_linears_", skip, model, candidates)
     shared = _shared_parameters(model)
     reasons = [chosen.get(item.name) or next(reasons_against(item, shared), None) for item in candidates]
-    left = [item.layer for item, reason in zip(candidates, reasons, strict=True) if reason is None]
+    layers: list[Any] = [item.layer for item in candidates]
+    left = [layer for layer, reason in zip(layers, reasons, strict=True) if reason is None]
     _check_call(owner, format, block_size, left)
-    rows = []
-    for candidate, reason in zip(candidates, reasons, strict=True):
-        name, layer = candidate.name, candidate.layer
+    rows, made = [], {}
+    for candidate, layer, reason in zip(candidates, layers, reasons, strict=True):
+        name = candidate.name
         if reason is not None:
-            rows.append(_row(name, layer, "skipped", reason))
+            rows.append(row_of(name, layer, "skipped", reason))
             continue
         try:
             weight = quantize(layer.weight.detach(), format, block_size=block_size, name=name)
@@ -100,21 +101,21 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
         except Q4Error as error:
             if strict:
                 raise
-            rows.append(_row(name, layer, "failed", str(error)))
+            rows.append(row_of(name, layer, "failed", str(error)))
             continue
-        replacement.train(layer.training)
-        setattr(candidate.parent, candidate.attribute, keep_options(layer, replacement))
+        made[layer] = keep_options(layer, replacement.train(layer.training))
         dense = layer.weight.detach().to(torch.float32)
         error_norm = float(torch.linalg.vector_norm(dense - dequantize(weight, torch.float32)))
         norm = float(torch.linalg.vector_norm(dense))
         rows.append(
-            _row(
-                *(name, layer, "converted", ""),
+            row_of(
+                *(name, layer, "converted"),
                 bytes_after=weight.nbytes,
                 relative_error=error_norm / norm if norm else 0.0,
                 backend=replacement.diagnostics().backend,
             )
         )
+    replace_layers_(model, made)
     return ConversionTable(rows)
 
 
@@ -156,12 +157,3 @@ def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     return {key: names for key, names in owners.items() if len(names) > 1}
-
-
-def _row(name: str, layer: nn.Linear, action: str, reason: str, **found: Any) -> Conversion:
-    """Return a layer's row; asking a parametrized one for its weight may change its state, so it is not asked."""
-    named = [(part, item) for part, item in layer.named_parameters() if part.rpartition(".")[2] != "bias"]
-    held = [item for _, item in named if not isinstance(item, nn.UninitializedParameter)]
-    size = sum(item.numel() * item.element_size() for item in held)
-    sizes = {"shape": (layer.out_features, layer.in_features), "bytes_before": size, "bytes_after": size}
-    return Conversion(name=name, action=action, reason=reason, **{**sizes, **found})

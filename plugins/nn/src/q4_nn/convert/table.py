@@ -1,27 +1,33 @@
-"""What became of each linear layer of a model that was converted."""
+"""What became of each layer of a model that was converted."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
+from torch import nn
 
-__all__ = ["Conversion", "ConversionTable"]
+__all__ = ["Conversion", "ConversionTable", "row_of"]
+
+_GATES = {"LSTM": 4, "GRU": 3}
+_UNSIZED = nn.UninitializedParameter
 
 
 @attrs.frozen(kw_only=True)
 class Conversion:
-    """What became of one linear layer.
+    """What became of one layer.
 
     Args:
         name: Its name in the model.
         action: ``converted``, ``skipped`` or ``failed``.
         reason: Why it was skipped or failed; empty when converted.
-        shape: (N, K).
+        shape: (N, K); of a recurrent layer, of its first matrix.
         bytes_before: Bytes of the dense weight.
-        bytes_after: Bytes of the packed weight; ``bytes_before`` unless converted.
-        relative_error: Frobenius norm of the quantisation error over that of the weight; None unless converted.
-        backend: Who serves it; None unless converted.
+        bytes_after: Bytes of the weight now; ``bytes_before`` unless it was packed.
+        relative_error: Frobenius norm of the quantisation error over that of the weight; None unless
+            ``convert_linears_`` made it.
+        backend: Who serves it; None unless ``convert_linears_`` made it.
     """
 
     name: str
@@ -36,7 +42,7 @@ class Conversion:
 
 @attrs.frozen
 class ConversionTable:
-    """One row per linear layer, in the order of the model."""
+    """One row per layer, in the order of the model."""
 
     rows: tuple[Conversion, ...] = attrs.field(converter=tuple[Conversion, ...])
 
@@ -44,6 +50,11 @@ class ConversionTable:
     def converted(self) -> tuple[Conversion, ...]:
         """The rows of converted layers."""
         return tuple(row for row in self.rows if row.action == "converted")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the converted layers."""
+        return [row.name for row in self.converted]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, texts and numbers, ready for JSON."""
@@ -57,7 +68,8 @@ class ConversionTable:
             size = f"{row.shape[0]}×{row.shape[1]}"
             if row.action == "converted":
                 tail = f"{row.bytes_before:>12,} → {row.bytes_after:>11,} B"
-                tail += f"  error {row.relative_error:.4f}  {row.backend}"
+                if row.relative_error is not None:
+                    tail += f"  error {row.relative_error:.4f}  {row.backend}"
             else:
                 tail = row.reason
             lines.append(f"{row.name:<{width}}  {row.action:<9}  {size:>13}  {tail}")
@@ -65,3 +77,21 @@ class ConversionTable:
         after = sum(row.bytes_after for row in self.rows)
         lines.append(f"{len(self.converted)} of {len(self.rows)} converted, {before:,} → {after:,} bytes")
         return "\n".join(lines)
+
+
+def row_of(name: str, layer: nn.Module, action: str, reason: str = "", **found: Any) -> Conversion:
+    """Return a layer's row; asking a parametrized one for its weight may change its state, so it is not asked."""
+    named = [(part.rpartition(".")[2], item) for part, item in layer.named_parameters()]
+    held = [item for leaf, item in named if not leaf.startswith("bias") and not isinstance(item, _UNSIZED)]
+    size = sum(item.numel() * item.element_size() for item in held)
+    sizes = {"shape": _shape(layer), "bytes_before": size, "bytes_after": size}
+    return Conversion(name=name, action=action, reason=reason, **{**sizes, **found})
+
+
+def _shape(layer: Any) -> tuple[int, int]:
+    layer = getattr(layer, "inner", layer)
+    if isinstance(layer, nn.RNNBase):
+        return _GATES.get(layer.mode, 1) * layer.hidden_size, layer.input_size
+    if isinstance(layer, nn.Conv2d):
+        return layer.out_channels, layer.in_channels // layer.groups * math.prod(layer.kernel_size)
+    return layer.out_features, layer.in_features

@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from q4_nn.convert.candidates import find_candidates, reasons_against, replace_layers_, skipped_by_caller
+from q4_nn.convert.table import ConversionTable, row_of
 from q4_nn.registry.layer_type import keep_options
-from q4_nn.training.quantising import named_format, quantize_packed
+from q4_nn.training.quantising import check_master, named_format, quantize_packed
 from q4_nn.training.straight_through import ste_weight
-from q4core import ConfigError
+from q4core import ConfigError, InputError, Q4Error
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from q4core import Format, PackedWeight
 
 __all__ = ["STEConv2d", "STELinear", "STERecurrent", "pack_matrix", "ste_matrix", "to_ste_"]
+
+_KINDS = (nn.Linear, nn.Conv2d, nn.RNN, nn.LSTM, nn.GRU)
 
 
 def filled(master: torch.Tensor, kind: Format) -> torch.Tensor:
@@ -139,54 +145,89 @@ class STERecurrent(nn.Module):
         """Return what torch prints beside the inner layer."""
         return f"format={self.format}"
 
-    def forward(self, x: torch.Tensor, state: Any = None) -> tuple[torch.Tensor, Any]:
+    def forward(self, x: torch.Tensor, hx: Any = None) -> tuple[torch.Tensor, Any]:
         """Return (y, state) as the inner layer does."""
         values = {
             name: ste_matrix(value, self.format) if value.dim() == 2 else value  # noqa: PLR2004  # matrices
             for name, value in self.inner.named_parameters()
         }
-        found: tuple[torch.Tensor, Any] = torch.func.functional_call(self.inner, values, (x, state))
+        found: tuple[torch.Tensor, Any] = torch.func.functional_call(self.inner, values, (x, hx))
         return found
 
 
-def to_ste_(model: nn.Module, format: str = "nvfp4", *, skip: tuple[str, ...] = ()) -> list[str]:  # noqa: A002
+def to_ste_(
+    model: nn.Module,
+    format: str = "nvfp4",  # noqa: A002  # the contract's name
+    *,
+    skip: Sequence[str] | Callable[[str, Any], bool] = (),
+) -> ConversionTable:
     """Let the linear, convolution and recurrent layers of a model train with four-bit weights, in place.
 
-    The layers keep their parameters, so that an optimizer that was made before goes on.
+    The layers keep their parameters, so that an optimizer that was made before goes on, and shared weights stay shared.
+    A layer stays as it is, with the reason in the table, where more would be lost: hooks, a forward of its own,
+    parametrizations, weight norms, pruning, what a subclass adds. So does one that has no four-bit form. After an
+    error the model is as it was.
 
     Args:
         model: A module that contains such layers.
         format: Name of the format.
-        skip: Names, or last parts of names, of layers to leave alone.
+        skip: Names or glob patterns (matched against the full name and its last part), each of which must match some
+            layer; or a function of name and layer.
 
     Returns:
-        The names of the layers that were changed.
+        A table of what was done; its ``names`` are those of the layers that were changed.
 
     Raises:
-        ConfigError: A name of ``skip`` is no layer's.
+        InputError: ``model`` is no module, or such a layer itself, which can't replace itself.
+        ConfigError: A pattern of ``skip`` matches nothing.
         FormatError: There is no such format.
     """
     named_format(format)
-    kinds = (nn.Linear, nn.Conv2d, nn.RNN, nn.LSTM, nn.GRU)
-    found = {name: module for name, module in model.named_modules() if name and type(module) in kinds}
-    for name in skip:
-        if not any(name in {full, full.rpartition(".")[2]} for full in found):
-            raise ConfigError("to_ste_", name="skip", rule="names of the model's layers", value=name)
-    changed = []
-    for name, module in found.items():
-        if {name, name.rpartition(".")[2]}.isdisjoint(skip) and getattr(module, "groups", 1) == 1:
-            model.set_submodule(name, keep_options(module, _ste_of(module, format), format=format))
-            changed.append(name)
-    return changed
+    if isinstance(model, _KINDS) or not isinstance(model, nn.Module):
+        rule, value = "a module that contains linear, convolution or recurrent layers", type(model).__name__
+        hint = "STELinear, STEConv2d and STERecurrent make a single layer."
+        raise InputError("to_ste_", name="model", rule=rule, value=value, hint=hint)
+    candidates = find_candidates(model, _KINDS)
+    chosen = skipped_by_caller("to_ste_", skip, model, candidates)
+    rows, made = [], {}
+    for candidate in candidates:
+        name, layer = candidate.name, candidate.layer
+        reason = chosen.get(name)
+        if isinstance(layer, (STELinear, STEConv2d)) or isinstance(candidate.parent, STERecurrent):
+            reason = "it trains in four bits already"
+        reason = reason or next(reasons_against(candidate, None), None)
+        if reason is not None:
+            rows.append(row_of(name, layer, "skipped", reason))
+            continue
+        try:
+            made[layer] = keep_options(layer, _ste_of(layer, format), format=format)
+        except Q4Error as error:
+            rows.append(row_of(name, layer, "failed", str(error)))
+            continue
+        rows.append(row_of(name, layer, "converted"))
+    replace_layers_(model, made)
+    return ConversionTable(rows)
 
 
 def _ste_of(module: nn.Module, kind: str) -> nn.Module:
     """Return the layer that trains a layer's own parameters in four bits."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            check_master(parameter.flatten(1))
     if isinstance(module, nn.RNNBase):
         return STERecurrent(module, kind).train(module.training)
     names: tuple[str, ...] = ("in_features", "out_features")
     if isinstance(module, nn.Conv2d):
-        names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
+        names = (
+            "in_channels",
+            "out_channels",
+            "kernel_size",
+            "stride",
+            "padding",
+            "dilation",
+            "groups",
+            "padding_mode",
+        )
     options: dict[str, Any] = {name: getattr(module, name) for name in names}
     with torch.device("meta"):
         layer = STEConv2d if isinstance(module, nn.Conv2d) else STELinear

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from q4_nn.blocks.packed import FilledLinear, Q4Conv2d, Q4Recurrent
+from q4_nn.convert.candidates import additions, avoid_fast_path_, find_candidates, reasons_against, replace_layers_
+from q4_nn.convert.table import ConversionTable, row_of
 from q4_nn.models.place import Part, place_linears_
 from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder
 from q4_nn.registry.layer_type import keep_options
@@ -14,45 +16,82 @@ from q4_nn.training.layers import STEConv2d, STELinear, STERecurrent, pack_matri
 from q4core import InputError, default_session
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from q4_nn.convert.candidates import Candidate
     from q4core import PackedWeight, Session
 
 __all__ = ["pack_", "place_packed_"]
 
 
-def pack_(model: nn.Module, session: Session | None = None) -> list[str]:
+def pack_(model: nn.Module, session: Session | None = None) -> ConversionTable:
     """Replace every straight-through layer of a model by a packed one, in place.
 
     A packed layer holds the very bytes that the last forward pass dequantised. Masters are given back; what else the
-    model has (norms, biases, embeddings) stays. Layers that share their x are joined where their format allows.
+    model has (norms, biases, embeddings) stays. Layers that share their x are joined where their format allows. A layer
+    goes on in four bits over its master, with the reason in the table, where hooks, a forward of its own,
+    parametrizations or what a subclass adds would be lost. After an error the model is as it was.
 
     Args:
         model: A module that contains ``STELinear``, ``STEConv2d`` or ``STERecurrent`` layers.
-        session: Makes the layers; the default session unless told.
+        session: Makes the layers. Defaults to the default session.
 
     Returns:
-        The names of the layers that were packed.
+        A table of what was done; its ``names`` are those of the layers that were packed.
 
     Raises:
-        InputError: The model contains no such layer, or a master holds NaN or infinity; the model is as it was.
+        InputError: The model contains no such layer, or a master holds NaN or infinity.
         BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve a layer.
     """
     owner = default_session() if session is None else session
-    kinds = (STELinear, STEConv2d, STERecurrent)
-    found = {name: module for name, module in model.named_modules() if name and isinstance(module, kinds)}
-    if not found:
+    candidates = find_candidates(model, (STELinear, STEConv2d, STERecurrent))
+    if not candidates:
         rule = "a module that contains STELinear, STEConv2d or STERecurrent layers"
         hint = "to_ste_ makes them; convert_linears_ packs nn.Linear layers that were trained without."
         raise InputError("pack_", name="model", rule=rule, value=type(model).__name__, hint=hint)
     weights: dict[str, PackedWeight] = {}
-    for name, module in found.items():  # all of them, before the first is replaced
-        at, inner = (f"{name}.inner", module.inner) if isinstance(module, STERecurrent) else (name, module)
-        for leaf, value in inner.named_parameters():
-            if value.dim() > 1:
-                weights[f"{at}.{leaf}"] = pack_matrix(value.flatten(1), module.format)
+    names: dict[nn.Module, str] = {}  # of each layer the first one
+    rows = []
+    for candidate in candidates:  # all of them, before the first is replaced
+        name, module = candidate.name, candidate.layer
+        reason = next(_reasons_against(candidate), None)
+        if reason is not None:
+            rows.append(row_of(name, module, "skipped", reason))
+            continue
+        packed = {} if module in names else _packed(name, module)
+        names.setdefault(module, name)
+        weights |= packed
+        rows.append(row_of(name, module, "converted", bytes_after=sum(item.nbytes for item in packed.values())))
     place_packed_(model, weights, owner)
-    return [*found]
+    replace_layers_(model, {module: made for module, name in names.items() if (made := _at(model, name)) is not None})
+    return ConversionTable(rows)
+
+
+def _packed(name: str, module: Any) -> dict[str, PackedWeight]:
+    """Return the packed matrices of a layer by the names of its parameters."""
+    at, inner = (f"{name}.inner", module.inner) if isinstance(module, STERecurrent) else (name, module)
+    return {
+        f"{at}.{leaf}": pack_matrix(value.flatten(1), module.format)
+        for leaf, value in inner.named_parameters()
+        if value.dim() > 1
+    }
+
+
+def _at(model: nn.Module, name: str) -> nn.Module | None:
+    """Return what has taken the place of a layer; None where it was joined with others."""
+    parent, _, attribute = name.rpartition(".")
+    found: nn.Module | None = getattr(model.get_submodule(parent), attribute)
+    return found
+
+
+def _reasons_against(candidate: Candidate) -> Iterator[str]:
+    """Yield why a layer can't be packed without a loss."""
+    if not isinstance(candidate.layer, STERecurrent):
+        yield from reasons_against(candidate, None)
+        return
+    yield from additions(candidate.layer, STERecurrent, ("inner",))
+    inner = candidate.layer.inner
+    yield from additions(inner, next(kind for kind in (nn.RNN, nn.LSTM, nn.GRU) if isinstance(inner, kind)))
 
 
 def place_packed_(model: nn.Module, weights: Mapping[str, PackedWeight], session: Session) -> None:
@@ -80,13 +119,14 @@ def place_packed_(model: nn.Module, weights: Mapping[str, PackedWeight], session
             elif isinstance(module, nn.Embedding):
                 made[name] = PackedEmbedding(layer, layer.dtype)
                 if isinstance(model, TransformerDecoder) and model.config.tie_word_embeddings:
-                    model.lm_head = layer
+                    made["lm_head"] = layer
             else:
                 made[name] = FilledLinear(layer, module.in_features)
     place_linears_(model, parts, session)
     for name, replacement in made.items():
         old = model.get_submodule(name)
         model.set_submodule(name, keep_options(old, replacement.train(old.training)))
+    avoid_fast_path_(model)
 
 
 def _plain(bias: Any) -> Any:
