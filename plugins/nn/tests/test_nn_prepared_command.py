@@ -50,6 +50,9 @@ def test_prepare_list_verify_prune(tiny_llama: Path, tmp_path: Path, monkeypatch
     only_file(cache).write_bytes(b"nothing of ours")
     assert json.loads(invoke(cache, monkeypatch, "cache", "verify", "--json").stdout)["files"][0]["fault"]
     assert "start must be" in invoke(cache, monkeypatch, "cache", "list").stdout
+    (cache / "x.tmp").write_bytes(b"half")
+    assert "unfinished: its writer was killed" in invoke(cache, monkeypatch, "cache", "list").stdout
+    assert "removed 1 file," in invoke(cache, monkeypatch, "cache", "prune", "--limit", "1GB").stdout
     assert "removed 0 files" in invoke(cache, monkeypatch, "cache", "prune", "--limit", "1GB").stdout
     assert invoke(cache, monkeypatch, "cache", "prune").exit_code == 2
     assert only_file(cache).exists()

@@ -6,7 +6,8 @@ import errno
 import os
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,6 @@ from q4_nn.prepared.opening import CacheWarning
 from q4_nn.prepared.store import Store
 from tests.support.footprint import run_child
 from tests.support.prepared import logits, only_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_full_disk_leaves_nothing_behind(
@@ -87,6 +85,46 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     store.write(store.path_of({}), {}, [torch.zeros(8)])
     assert not old.exists()
     assert fresh.exists()
+
+
+def test_unfinished_files_are_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed writer left is listed and goes at the next pruning; what is being written is listed and stays."""
+    store, really_replace = Store(tmp_path), Path.replace
+    path, seen = store.path_of({}), []
+
+    def replace(self: Path, target: Path) -> Path:
+        (tmp_path / "killed.tmp").write_bytes(b"half")
+        seen.append({entry.path == self: entry.unfinished for entry in store.entries()})
+        seen.append([entry.path.name for entry in store.prune(10**9)])
+        return really_replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    store.write(path, {}, [torch.zeros(8)])
+    assert seen == [{True: "being written", False: "its writer was killed"}, ["killed.tmp"]]
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_limit_holds_for_whole_files(tmp_path: Path) -> None:
+    """Headers count: files never take more than the limit, and one that is too large with its header is refused."""
+    store = Store(tmp_path, limit_bytes=9000)
+    for number in range(4):
+        store.write(store.path_of({"number": number}), {"text": "x" * 4000}, [torch.zeros(10)])
+        assert sum(entry.nbytes for entry in store.entries()) <= 9000
+    assert len(store.entries()) == 2
+    with pytest.raises(OSError, match="more than the cache's limit"):
+        store.write(store.path_of({}), {"text": "x" * 9000}, [torch.zeros(10)])
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 20, 47])
+def test_a_file_cut_in_its_first_bytes(size: int, tmp_path: Path) -> None:
+    """A file that is cut before its header is called cut, and not one of another kind."""
+    write_container(tmp_path / "whole", {}, [torch.zeros(8)])
+    (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:size])
+    with pytest.raises(q4.CheckpointError, match=f"at least 48 bytes; the file was cut short, got {size}"):
+        Container(tmp_path / "cut")
+    (tmp_path / "other").write_bytes(b"GGUF")
+    with pytest.raises(q4.CheckpointError, match="start must be"):
+        Container(tmp_path / "other")
 
 
 def test_writers_and_readers_at_once_see_whole_files(tmp_path: Path) -> None:

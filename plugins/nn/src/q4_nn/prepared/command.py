@@ -13,7 +13,7 @@ import q4core as q4
 from q4_nn.generation.command import AsJson, Backend, ComputePath, Device, Dtype, File, Precision, config_of, find_model
 from q4_nn.generation.language_model import LanguageModel
 from q4_nn.prepared.container import Container
-from q4_nn.prepared.store import Store, open_store, parse_size
+from q4_nn.prepared.store import ABANDONED, Store, open_store, parse_size
 from q4core.plugin_api import counted, describe_exception
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def prune(
     limit: Annotated[str, typer.Option(help="Keep this much, such as 5GB; 0 removes everything.")],
     as_json: AsJson = False,
 ) -> None:
-    """Remove the least recently used prepared models; processes that have one open keep it."""
+    """Remove what killed writers left, and the least recently used models; processes that have one open keep it."""
     store = _store()
     removed = store.prune(parse_size("--limit", limit))
     if as_json:
@@ -88,7 +88,7 @@ def prune(
 def verify(*, as_json: AsJson = False) -> None:
     """Read every prepared model whole, and compare it with the digests that were written with it."""
     store = _store()
-    told = [{**_described(entry), "fault": _fault(entry)} for entry in store.entries()]
+    told = [{**_described(entry), "fault": _fault(entry)} for entry in store.entries() if entry.unfinished is None]
     faulty = [item for item in told if item["fault"]]
     if as_json:
         typer.echo(json.dumps({**_of(store), "files": told}, indent=2))
@@ -122,6 +122,9 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 def _described(entry: Entry) -> dict[str, Any]:
     """Return what there is to tell of a file: its model, or what is wrong with it."""
+    if entry.unfinished is not None:
+        way = "; `q4 cache prune` removes it" if entry.unfinished == ABANDONED else ""
+        return {**_plain(entry), "source": None, "wishes": None, "fault": f"unfinished: {entry.unfinished}{way}"}
     try:
         facts = Container(entry.path).header["facts"]
         return {**_plain(entry), "source": facts["source"][0][0], "wishes": facts["wishes"], "fault": None}

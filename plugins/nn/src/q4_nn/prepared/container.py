@@ -21,6 +21,7 @@ import os
 import secrets
 import stat
 import struct
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -28,12 +29,15 @@ import torch
 from q4core import CheckpointError
 from q4core.plugin_api import map_privately
 
+if sys.platform != "win32":
+    import fcntl
+
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-__all__ = ["TEMPORARY", "Container", "write_container"]
+__all__ = ["TEMPORARY", "Container", "lock", "write_container"]
 
 _MAGIC = b"q4prep01"
 _HEAD = struct.Struct("<8sQ32s")
@@ -52,13 +56,29 @@ def _aligned(position: int) -> int:
     return -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
-def write_container(path: Path, header: dict[str, Any], tensors: Sequence[torch.Tensor]) -> int:
+def lock(descriptor: int) -> bool:
+    """Lock an open file for this process without waiting; False where another has it, or there are no such locks."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def write_container(
+    path: Path, header: dict[str, Any], tensors: Sequence[torch.Tensor], before: Callable[[int], object] | None = None
+) -> int:
     """Write a container whole or not at all, and return its size; one that is there gives way to it.
+
+    The temporary file is locked while its writer lives, and a lock ends with its process.
 
     Args:
         path: Where; the folder must be there.
         header: What JSON holds; ``size`` and ``tensors`` are added to it.
         tensors: Contiguous tensors on the CPU.
+        before: Called with the file's size before anything is written.
 
     Raises:
         OSError: It can't be written; nothing is left of it.
@@ -79,10 +99,13 @@ def write_container(path: Path, header: dict[str, Any], tensors: Sequence[torch.
     start = _aligned(_HEAD.size + len(text(0)))
     told = text(start + at)
     head = _HEAD.pack(_MAGIC, len(told), hashlib.sha256(told).digest()) + told
+    if before is not None:
+        before(start + at)
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            lock(descriptor)
             file.write(head)
             for tensor, entry in zip(tensors, entries, strict=True):
                 file.seek(start + entry["at"])
@@ -90,7 +113,7 @@ def write_container(path: Path, header: dict[str, Any], tensors: Sequence[torch.
             file.truncate(start + at)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+            temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -123,8 +146,10 @@ class Container:
             if not stat.S_ISREG(facts.st_mode) or (hasattr(os, "geteuid") and facts.st_uid != os.geteuid()):
                 self._fail("file", "a regular one of this user", f"mode {facts.st_mode:o} of user {facts.st_uid}")
             head = file.read(_HEAD.size)
-            if len(head) < _HEAD.size or head[:8] != _MAGIC:
+            if head[: len(_MAGIC)] != _MAGIC[: len(head)]:
                 self._fail("start", repr(_MAGIC), head[:8])
+            if len(head) < _HEAD.size:
+                self._fail("size", f"at least {_HEAD.size} bytes; the file was cut short", len(head))
             _, length, digest = _HEAD.unpack(head)
             if length > min(facts.st_size, _MOST_HEADER_BYTES):
                 self._fail("header", f"inside the file of {facts.st_size} bytes", length)

@@ -8,13 +8,14 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_nn.prepared.container import TEMPORARY, Container, write_container
+from q4_nn.prepared.container import TEMPORARY, Container, lock, write_container
 from q4core import ConfigError
 
 if TYPE_CHECKING:
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Entry", "Store", "open_store", "parse_size"]
+__all__ = ["ABANDONED", "Entry", "Store", "open_store", "parse_size"]
 
 _SUFFIX = ".q4prep"
 _LIMIT_BYTES = 20 * 10**9
 _ABANDONED_SECONDS = 3600
+ABANDONED = "its writer was killed"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -69,11 +71,15 @@ def parse_size(name: str, text: str) -> int:
 
 @attrs.frozen
 class Entry:
-    """A file of the cache: its path, its size, and when it was last used (seconds since 1970)."""
+    """A file of the cache: its path, its size, and when it was last used (seconds since 1970).
+
+    ``unfinished`` says of a temporary file whether it is being written, or its writer was killed; it is None of others.
+    """
 
     path: Path
     nbytes: int
     used: float
+    unfinished: str | None = None
 
 
 @attrs.frozen
@@ -94,13 +100,17 @@ class Store:
         return self.folder / f"{digest[:32]}{_SUFFIX}"
 
     def entries(self) -> list[Entry]:
-        """Return the files there are, the last used ones first."""
+        """Return the files there are, those that writers left unfinished too, the last used ones first."""
         found = []
         with contextlib.suppress(FileNotFoundError):
-            for path in self.folder.glob(f"*{_SUFFIX}"):
+            for path in self.folder.iterdir():
                 with contextlib.suppress(OSError):  # removed meanwhile
                     facts = path.lstat()
-                    found.append(Entry(path, facts.st_size, facts.st_mtime))
+                    if path.name.endswith(_SUFFIX):
+                        found.append(Entry(path, facts.st_size, facts.st_mtime))
+                    elif path.name.endswith(TEMPORARY):
+                        state = ABANDONED if _is_abandoned(path) else "being written"
+                        found.append(Entry(path, facts.st_size, facts.st_mtime, state))
         return sorted(found, key=lambda entry: -entry.used)
 
     def open(self, path: Path) -> Container:
@@ -120,29 +130,46 @@ class Store:
         Raises:
             OSError: The folder can't be written, the disk is full, or the file alone is larger than the limit.
         """
-        needed = sum(tensor.nbytes for tensor in tensors)
-        if needed > self.limit_bytes:
-            raise OSError(errno.EFBIG, f"it takes {needed} bytes, more than the cache's limit of {self.limit_bytes}")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for abandoned in self.folder.glob(f"*{TEMPORARY}"):
-            with contextlib.suppress(OSError):
-                if time.time() - abandoned.lstat().st_mtime > _ABANDONED_SECONDS:
-                    abandoned.unlink()
-        self.prune(self.limit_bytes - needed, keep=path)
-        write_container(path, dict(header), tensors)
+
+        def make_room(needed: int) -> None:
+            if needed > self.limit_bytes:
+                what = f"it takes {needed} bytes, more than the cache's limit of {self.limit_bytes}"
+                raise OSError(errno.EFBIG, what)
+            self.prune(self.limit_bytes - needed, keep=path)
+
+        write_container(path, dict(header), tensors, before=make_room)
 
     def prune(self, limit_bytes: int, *, keep: Path | None = None) -> list[Entry]:
         """Remove the least recently used files until the others take at most so many bytes, and return those.
 
-        Processes that have a removed file mapped keep it until they close it. ``keep`` counts for nothing and stays.
+        What killed writers left goes in any case. Processes that have a removed file mapped keep it until they close it.
+        ``keep`` and what is being written count for nothing and stay.
         """
         left, removed = limit_bytes, []
         for entry in self.entries():
-            if entry.path == keep:
+            if entry.path == keep or entry.unfinished not in {None, ABANDONED}:
                 continue
-            left -= entry.nbytes
-            if left < 0:
+            left -= entry.nbytes if entry.unfinished is None else 0
+            if left < 0 or entry.unfinished:
                 with contextlib.suppress(OSError):
                     entry.path.unlink()
                     removed.append(entry)
         return removed
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Return whether the writer of a temporary file lives no longer: its lock is free, or an hour has passed.
+
+    A writer locks its file before it puts anything in, so an empty one may be somebody's.
+    """
+    facts = path.lstat()
+    if time.time() - facts.st_mtime > _ABANDONED_SECONDS:
+        return True
+    if not facts.st_size or not stat.S_ISREG(facts.st_mode):
+        return False
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        return lock(descriptor)
+    finally:
+        os.close(descriptor)
