@@ -108,7 +108,12 @@ _ROWS = (
         needs={"weight": (), "weight_absmax": ()},
         also=("weight_quant_map", "weight_nested_absmax", "weight_nested_quant_map", "weight_quant_state"),
     ),
-    _Row(dialect="int8", needs={"weight": _INT8, "weight_scale": ()}, also=("weight_zero_point", "input_scale")),
+    _Row(
+        dialect="int8",
+        needs={"weight": _INT8, "weight_scale": FLOATS},
+        without=("weight_scale_2",),
+        also=("weight_zero_point", "input_scale"),
+    ),
     _Row(dialect="bitsandbytes-int8", needs={"weight": _INT8, "SCB": ()}, also=("weight_format",)),
     _Row(dialect="mlx", needs={"weight": {torch.uint32}, "scales": ()}, also=("biases", "qbiases")),
     _Row(
