@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,10 +19,12 @@ except ImportError:  # a machine with a GPU has few packages, and the tests mark
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-# Q4_PLUGIN_MODULES says where code comes from, not what it does, so a source tree that is not installed keeps it.
+# These say where tests run, not what they test: where plugins that are not installed come from, which instruction set
+# the CPU kernels take (each test holds on every one), and where the samples are.
+_KEPT = {"Q4_PLUGIN_MODULES", "Q4_CPU_ISA", "Q4_SAMPLES"}
 _OF_THE_USER = {"NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"}
 for _name in [name for name in os.environ if name.startswith("Q4_") or name in _OF_THE_USER]:
-    if _name != "Q4_PLUGIN_MODULES":
+    if _name not in _KEPT:
         del os.environ[_name]
 os.environ["Q4_CACHE"] = "off"  # a test that wants one names a folder of its own
 
@@ -36,6 +39,23 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+_OF_PATHS = {"diagnostics", "explain", "path_name", "report", "segments"}
+
+
+def _names(code: types.CodeType) -> set[object]:
+    """Return the names and words that a function uses."""
+    inner = [item for item in code.co_consts if isinstance(item, types.CodeType)]
+    words = {item for item in code.co_consts if isinstance(item, str)}
+    return words.union(code.co_names, *map(_names, inner))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what looks at paths, or at which rows each serves: both depend on the instruction set."""
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    if code is not None and _OF_PATHS & _names(code):
+        item.add_marker("isa")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Say what an expired time limit means; all limits are scaled by ``tests.support.limits``."""
@@ -46,7 +66,10 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 
 
 @pytest.hookimpl(trylast=True)  # after those that are not wanted are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that hold slow tests first, so that workers that share out the files end together."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of samples that are not here, and put the files with slow tests first: workers end together."""
+    if "Q4_SAMPLES" not in os.environ:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("samples")])
+        items[:] = [item for item in items if not item.get_closest_marker("samples")]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

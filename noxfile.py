@@ -6,6 +6,7 @@ Sessions share ``env``, and ``peerenv`` with the libraries that we are compared 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ CODE = ["q4core", "tools", *sorted(map(str, [*Path().glob("plugins/*/src"), *Pat
 TESTS = ["tests", *sorted(map(str, [*Path().glob("plugins/*/tests"), *Path().glob("conformance/**/tests")]))]
 INTERPRETED = {"nf4-cuda", "nvfp4-native"}  # judged by Triton's interpreter, in the few cases that take it minutes
 KERNELS = [f"plugins/{name}" for name in ("nf4-cuda", "nvfp4-native", "triton-kernels")]  # what it tests
+OF_PATHS = ["tests", "plugins/cli", "plugins/cpu-native", "plugins/nn"]  # whose tests look at paths of the CPU kernels
 FEW_CASES = ["TC-04", "TC-05", "TC-10", "TC-12", "TC-14", "TC-16", "TC-17"]
 JUDGED = [  # what one process judges comes first: in CI, other sessions run beside it
     *("simple-nf4", "simple-nvfp4", "bitsandbytes", "comfyui-nvfp4", "compressed-tensors-nvfp4", "modelopt-nvfp4"),
@@ -60,11 +62,15 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def tests(session: nox.Session) -> None:
-    """Run every test that needs no GPU and no other 4-bit library; those of interpreted kernels by themselves."""
+    """Run every test that needs no GPU and no other 4-bit library; those of paths on AVX2, too."""
     install_group(session, "test")
     _pytest(session, "-m", runnable(session), *(session.posargs or SHARED_OUT))
-    if not session.posargs:
-        _pytest(session, "-m", "interpreted and not soak", *KERNELS, *SHARED_OUT, TRITON_INTERPRET="1")
+    if session.posargs:
+        return
+    _pytest(session, "-m", "interpreted and not soak", *KERNELS, *SHARED_OUT, TRITON_INTERPRET="1")
+    if platform.machine() in {"x86_64", "AMD64"}:
+        marks = f"isa and not slow and {runnable(session)}"
+        _pytest(session, "-m", marks, *OF_PATHS, *SHARED_OUT, Q4_CPU_ISA="avx2")
 
 
 @nox.session(venv_backend="none", requires=["env"])
