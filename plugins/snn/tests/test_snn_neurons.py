@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from q4_conformance import Outcome, layer_cases, run_case
 from q4_conformance.subjects.layer_type import LayerSubject
 from q4_nn import make
-from q4_snn import ALIF, IF, LI, LIF, CubaLIF, surrogate
+from q4_snn import ALIF, IF, LI, LIF, CubaLIF, spikegen, surrogate
 from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS = 60
+OPTIONS = {"dt", "reset", "threshold_inclusive", "reset_delay", "surrogate"}
 
 
 def currents(size: int = 7, seed: int = 0) -> torch.Tensor:
@@ -196,6 +198,34 @@ def test_refused_parameters(build: Callable[[], object], name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build()
     assert caught.value.name == name
+
+
+@pytest.mark.parametrize("value", [torch.nn.Parameter(torch.full((3,), 0.5)), torch.ones((), requires_grad=True)])
+def test_parameters_that_would_learn(value: torch.Tensor) -> None:
+    """Each parameter of each neuron, and a surrogate's number, is refused where it asks for gradients."""
+    needed = {"tau_mem": 0.1, "tau_syn": 0.1, "tau_adapt": 0.1, "adaptation": 0.1}
+    builds: list[tuple[Any, dict[str, Any], str]] = []
+    for neuron in (LIF, CubaLIF, IF, LI, ALIF):
+        names = [name for name in inspect.signature(neuron).parameters if name not in OPTIONS]
+        given = {name: needed[name] for name in names if name in needed}
+        builds += [(neuron, {**given, name: value}, name) for name in names]
+        assert len(names) >= 3
+    builds += [(surrogate.atan, {"alpha": value}, "alpha"), (surrogate.sigmoid, {"slope": value}, "slope")]
+    builds.append((surrogate.fast_sigmoid, {"slope": value}, "slope"))
+    builds.append((LIF.from_beta, {"beta": 0.5, "v_threshold": value}, "v_threshold"))
+    for build, arguments, name in builds:
+        with pytest.raises(ConfigError) as caught:
+            build(**arguments)
+        assert caught.value.name == name
+    assert LIF(value.detach()).size == (3 if value.dim() else None)
+
+
+def test_numbers_that_are_not_finite() -> None:
+    """NaN in what ``delta`` is given is an error, as in what the other generators are given."""
+    for make_spikes in (spikegen.delta, lambda x: spikegen.rate(x, 3), lambda x: spikegen.latency(x, 3)):
+        with pytest.raises(InputError) as caught:
+            make_spikes(torch.tensor([0.5, float("nan"), 0.1]))
+        assert caught.value.name == "x"
 
 
 def test_refused_states() -> None:

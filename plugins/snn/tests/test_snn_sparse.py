@@ -102,6 +102,7 @@ def test_random_synapses_have_their_numbers() -> None:
         ({"delay": torch.ones(3, dtype=torch.int64)}, "delay must be int64"),
         ({"target": torch.zeros(SYNAPSES)}, "target must be int64"),
         ({"weight": torch.full((SYNAPSES,), torch.nan)}, "weight must be a float32 vector of finite numbers"),
+        ({"weight": torch.nn.Parameter(torch.ones(SYNAPSES))}, "weight must be without gradients"),
     ],
 )
 def test_synapses_that_are_none_are_refused(change: dict[str, Any], told: str) -> None:

@@ -80,9 +80,46 @@ def test_pairs_in_one_step_and_batches() -> None:
     assert torch.equal(one.weight.qdata, two.weight.qdata)
 
 
+@pytest.mark.parametrize("columns", [784, 100, 63])
+def test_blocks_that_run_across_rows(columns: int) -> None:
+    """A weight whose rows are no whole blocks learns as one whose rows are, and its scales stay where they were."""
+    weight = q4.quantize(torch.randn(7, columns, generator=torch.Generator().manual_seed(0)), "nf4")
+    before, rule = q4.dequantize(weight), STDP(weight, a_plus=10.0)
+    assert torch.equal(q4.dequantize(rule.weight), before)
+    last = columns - 1
+    assert rule.step(events(last, size=columns), events(5, size=7)) == 1
+    after = q4.dequantize(rule.weight)
+    assert (after != before).nonzero().tolist() == [[5, last]]
+    scale = weight.scale[(5 * columns + last) // weight.block_size]
+    assert after[5, last] == scale  # the highest level of its own block
+    with q4.Session() as session:
+        x = torch.eye(columns)[last:]
+        assert torch.allclose(session.linear(rule.weight)(x), after[:, last], rtol=1e-2, atol=1e-2)
+
+
+def test_spikes_alone() -> None:
+    """What is no spike is refused, and nothing is learnt; bool and whole numbers are spikes as floats are."""
+    good = events(3, size=128), events(2, size=6)
+    rule = STDP(weights(), a_plus=0.5)
+    for wrong in (math.nan, 0.5, -1.0, math.inf):
+        for name, pair in (("sources", (good[0] * wrong, good[1])), ("targets", (good[0], good[1] * wrong))):
+            with pytest.raises(InputError, match=f"STDP: {name} must be 0 and 1 alone, got"):
+                rule.step(*pair)
+    rule.step(0 * good[0], good[1])  # nothing came before
+    assert torch.equal(rule.weight.qdata, weights().qdata)
+    for dtype in (torch.bool, torch.int64, torch.float64):
+        other = STDP(weights(), a_plus=0.5)
+        assert other.step(good[0].to(dtype), good[1].to(dtype)) == 1
+    held = STDP(weights())
+    held.step(good[0].requires_grad_(), good[1])
+    assert held._traces is not None
+    assert not held._traces[0].requires_grad
+
+
 def test_refused() -> None:
     """Numbers out of range, formats without a grid of that kind and spikes of another size are errors."""
     options: list[dict[str, Any]] = [{"a_plus": -1.0}, {"tau_plus": 1e-4}, {"dt": math.nan}]
+    options += [{"a_minus": torch.nn.Parameter(torch.ones(()))}, {"tau_minus": True}]
     for option in options:
         with pytest.raises(ConfigError) as caught:
             STDP(weights(), **option)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ALIF", "IF", "LI", "LIF", "CubaLIF", "Neuron", "Parameter", "Reset", "Spiking"]
 
 Parameter = float | torch.Tensor
-"""A number, or a float tensor [n] with one for each neuron."""
+"""A number, or a float tensor [n] with one for each neuron, without gradients."""
 Reset = Literal["subtract", "value", "none"]
 
 
@@ -36,7 +36,7 @@ class Neuron(nn.Module):
         **parameters: By NIR's names.
 
     Raises:
-        ConfigError: A parameter is not legal, or parameters have several sizes.
+        ConfigError: A parameter is not legal or wants gradients, or parameters have several sizes.
     """
 
     states: ClassVar[tuple[str, ...]] = ("mem",)
@@ -48,6 +48,10 @@ class Neuron(nn.Module):
         self.dt = self._number("dt", dt)
         self.parameter_names = (*parameters,)
         for name, value in parameters.items():
+            if isinstance(value, torch.Tensor) and (value.requires_grad or isinstance(value, nn.Parameter)):
+                hint = f"Neurons' parameters don't learn: give {name}.detach(), and train the synapses."
+                rule = "a number, or a tensor [n] without gradients"
+                raise ConfigError(self._what, name=name, rule=rule, value=f"a {type(value).__name__}", hint=hint)
             self._keep(name, value if isinstance(value, torch.Tensor) else self._number(name, value))
         self._require("dt", "above 0 seconds", lambda value: value > 0)
         least, rule = self.dt * (1 - 1e-6), f"dt ({self.dt:g} s) or more: a step must not overshoot"

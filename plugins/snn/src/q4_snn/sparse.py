@@ -29,7 +29,7 @@ class SparseProjection(nn.Module):
     """Synapses between two populations, delivered by events to a ring of the input of coming steps.
 
     Given the populations, it is a projection of a ``Network``, which keeps a ring for each sample in its state. Given
-    their sizes, it is used by itself: ``deliver`` and ``advance`` keep one ring here. It does not train.
+    their sizes, it is used by itself: ``deliver`` and ``advance`` keep a ring here, for one thread. It does not train.
 
     Weights become codes of Q4_1 (16 levels between the least and the largest of each 32 synapses of neighbouring
     sources), so that their mean and their spread stay what they were to a small part of a level.
@@ -92,6 +92,9 @@ class SparseProjection(nn.Module):
                 raise self._refusal(what, f"in {low} … {high}", least if least < low else most)
         if weight.dtype is not torch.float32 or weight.dim() != 1 or not bool(weight.isfinite().all()):
             raise self._refusal("weight", "a float32 vector of finite numbers", f"{weight.dtype} {[*weight.shape]}")
+        if weight.requires_grad:
+            rule = "without gradients, as these synapses don't train; give weight.detach()"
+            raise self._refusal("weight", rule, type(weight).__name__)
         order = (source * self.target_size + target).argsort(stable=True)
         starts = torch.zeros(self.source_size + 1, dtype=torch.int64)
         torch.cumsum(torch.bincount(source, minlength=self.source_size), 0, out=starts[1:])

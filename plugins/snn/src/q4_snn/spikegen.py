@@ -73,7 +73,7 @@ def delta(x: torch.Tensor, *, threshold: float = 0.1, off_spike: bool = False) -
     """Return a spike wherever x has risen by a threshold since the step before, beginning from 0.
 
     Args:
-        x: [T, ...], floats.
+        x: [T, ...], finite floats.
         threshold: Least change that counts, above 0.
         off_spike: Whether as great a fall gives -1.
 
@@ -81,10 +81,11 @@ def delta(x: torch.Tensor, *, threshold: float = 0.1, off_spike: bool = False) -
         [T, ...] of zeros and ones, and of minus ones for falls.
 
     Raises:
-        InputError: x has no time, or the threshold is not legal.
+        InputError: x has no time or is not finite, or the threshold is not legal.
     """
-    if x.dim() == 0 or not x.is_floating_point():
-        raise InputError("delta", name="x", rule="floats [T, ...]", value=f"{x.dtype} {list(x.shape)}")
+    if x.dim() == 0 or not x.is_floating_point() or not bool(x.isfinite().all()):
+        value = f"{x.dtype} {list(x.shape)}{', with NaN or infinity' * (not bool(x.isfinite().all()))}"
+        raise InputError("delta", name="x", rule="finite floats [T, ...]", value=value)
     if not threshold > 0:
         raise InputError("delta", name="threshold", rule="above 0", value=threshold)
     change = torch.diff(x, dim=0, prepend=torch.zeros_like(x[:1]))

@@ -23,7 +23,8 @@ class STDP:
     they may have made it fire; and a source that fires weakens those whose targets fired in a step before.
 
     Args:
-        weight: [N, K] of a format with a code book and plain block scales, such as NF4 or FP4. It is not changed.
+        weight: [N, K] of a format with a code book and plain block scales, such as NF4 or FP4; of any K that the
+            format takes. It is not changed.
         a_plus: By how much a source's spike just before a target's strengthens, 0 or more.
         a_minus: By how much a source's spike just after a target's weakens, 0 or more.
         tau_plus: Seconds in which a source's spike is forgotten.
@@ -50,25 +51,28 @@ class STDP:
         dt: float = 1e-3,
         seed: int = 0,
     ) -> None:
-        for name, value, least in (("a_plus", a_plus, 0.0), ("a_minus", a_minus, 0.0), ("dt", dt, 1e-12)):
-            if not (math.isfinite(value) and value >= least):
-                raise ConfigError("STDP", name=name, rule="finite and not below 0", value=value)
-        for name, value in (("tau_plus", tau_plus), ("tau_minus", tau_minus)):
-            if not value >= dt:
-                raise ConfigError("STDP", name=name, rule=f"dt ({dt:g} s) or more", value=value)
+        for name, value, least in (
+            ("a_plus", a_plus, 0.0),
+            ("a_minus", a_minus, 0.0),
+            ("dt", dt, 1e-12),
+            ("tau_plus", tau_plus, dt),
+            ("tau_minus", tau_minus, dt),
+        ):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (is_number and math.isfinite(value) and value >= least):
+                raise ConfigError("STDP", name=name, rule=f"a finite number, {least:g} or more", value=value)
         levels = weight.format.codebook if weight.codebook is None else weight.codebook.tolist()
-        is_plain = weight.scale_kind is ScaleKind.PLAIN and weight.offset is None and weight.blocks is BlockOrder.ROW
-        if not levels or not is_plain:
-            rule = "one with a code book and plain scales of blocks along rows, such as nf4"
-            raise FormatError(
-                "STDP", name="weight", rule=rule, value=f"{weight.format.name}, {weight.scale_kind.value}"
-            )
+        if not levels or weight.scale_kind is not ScaleKind.PLAIN or weight.offset is not None:
+            rule = "of a format with a code book, with plain scales and without offsets, such as nf4"
+            found = f"{weight.format.name}, {weight.scale_kind.value}{', with offsets' * (weight.offset is not None)}"
+            raise FormatError("STDP", name="weight", rule=rule, value=found)
         self._weight = weight
-        self._codes = weight.codes().clone()
+        self._codes = weight.codes().clone().view(weight.shape)
         self._levels, self._order = torch.tensor(levels, dtype=torch.float32).sort()
         self._rank = self._order.argsort()
-        scale = weight.scale.float().repeat_interleave(weight.block_size, 1)
-        self._scale = scale[:, : weight.in_features]
+        scale = weight.scale.float().repeat_interleave(weight.block_size, -1)
+        is_flat = weight.blocks is BlockOrder.FLAT  # its blocks run across rows
+        self._scale = scale[: self._codes.numel()].view(weight.shape) if is_flat else scale[:, : weight.in_features]
         self._amounts, self._decays = (a_plus, a_minus), (math.exp(-dt / tau_plus), math.exp(-dt / tau_minus))
         self._generator = torch.Generator(weight.device).manual_seed(seed)
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -76,28 +80,34 @@ class STDP:
     @property
     def weight(self) -> PackedWeight:
         """The weight as it is now: packed codes of its own, the scales of the first."""
-        return attrs.evolve(self._weight, qdata=pack_codes(self._codes, self._weight.packing))
+        codes = self._codes.view(-1) if self._weight.blocks is BlockOrder.FLAT else self._codes
+        return attrs.evolve(self._weight, qdata=pack_codes(codes, self._weight.packing))
 
+    @torch.no_grad()
     def step(self, sources: torch.Tensor, targets: torch.Tensor) -> int:
-        """Learn from what fired in one step.
+        """Learn from what fired in one step; to be called by one thread at a time.
 
         Args:
-            sources: [B, K] of zeros and ones; changes of a batch add up.
+            sources: [B, K] of zeros and ones, of any dtype; changes of a batch add up.
             targets: [B, N], likewise.
 
         Returns:
             How many synapses have another code now.
 
         Raises:
-            InputError: Sizes don't fit the weight, or the batch is not that of the steps before.
+            InputError: Sizes don't fit the weight, or the batch is not that of the steps before, or what is given is
+                other than 0 and 1. Nothing is learnt.
         """
         rows, columns = self._weight.shape
         for name, spikes, size in (("sources", sources, columns), ("targets", targets, rows)):
             if spikes.dim() != 2 or spikes.shape[1] != size or len(spikes) != len(sources):  # noqa: PLR2004  # [B, n]
                 raise InputError("STDP", name=name, rule=f"of shape [B, {size}]", value=list(spikes.shape))
+            if bool((wrong := (spikes != 0) & (spikes != 1)).any()):
+                raise InputError("STDP", name=name, rule="0 and 1 alone", value=spikes[wrong][0].item())
         if self._traces is not None and len(self._traces[0]) != len(sources):
             rule = f"a batch of {len(self._traces[0])}, as in the steps before"
             raise InputError("STDP", name="sources", rule=rule, value=list(sources.shape))
+        sources, targets = sources.to(self._scale), targets.to(self._scale)
         before, after = self._traces or (torch.zeros_like(sources), torch.zeros_like(targets))
         before, after = self._decays[0] * before, self._decays[1] * after
         before = before + sources

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+
+from q4core import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +65,7 @@ def fast_sigmoid(slope: float = 25.0) -> Surrogate:
     Reference:
         Zenke and Ganguli, SuperSpike: Supervised Learning in Multilayer Spiking Neural Networks, 2018.
     """
-    return Surrogate(functools.partial(_fast_sigmoid, slope=slope))
+    return _with(_fast_sigmoid, "slope", slope)
 
 
 def _atan(shift: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -75,7 +78,7 @@ def atan(alpha: float = 2.0) -> Surrogate:
     Reference:
         Fang et al., Incorporating Learnable Membrane Time Constants to Enhance Learning of Spiking Networks, 2021.
     """
-    return Surrogate(functools.partial(_atan, alpha=alpha))
+    return _with(_atan, "alpha", alpha)
 
 
 def _sigmoid(shift: torch.Tensor, slope: float) -> torch.Tensor:
@@ -83,9 +86,16 @@ def _sigmoid(shift: torch.Tensor, slope: float) -> torch.Tensor:
     return slope * level * (1 - level)
 
 
+def _with(function: Callable[..., torch.Tensor], name: str, value: float) -> Surrogate:
+    """Return a surrogate of one number, which does not learn."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError("surrogate", name=name, rule="a finite number", value=value)
+    return Surrogate(functools.partial(function, **{name: value}))
+
+
 def sigmoid(slope: float = 25.0) -> Surrogate:
     """Return the surrogate dS/dU = slope · σ(slope · U) · (1 - σ(slope · U))."""
-    return Surrogate(functools.partial(_sigmoid, slope=slope))
+    return _with(_sigmoid, "slope", slope)
 
 
 def straight_through() -> Surrogate:
