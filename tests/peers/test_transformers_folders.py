@@ -6,12 +6,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 import transformers
 
 import q4core as q4
-from q4_nn import Generation, LanguageModel, SentenceEncoder, TransformerEncoder, load_model
+from q4_nn import Generation, LanguageModel, SentenceEncoder, TransformerEncoder, load_model, save_model
+from tests.support.events import forget_warnings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -266,3 +268,45 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
         with pytest.raises(q4.CheckpointError, match=named) as caught:
             LanguageModel.open(tmp_path, EXACT)
         assert caught.value.where == str(tmp_path)
+
+
+def change_head(folder: Path, change: Any) -> None:
+    """Write a folder's tensors again after a function changed them."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEADS = {
+    "another": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].flip(0).contiguous()}),
+    "the same": lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}),
+    "alone": lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the head of")
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_of_its_own_in_a_tied_model(kind: str, tmp_path: Path) -> None:
+    """Where the config ties and the file holds a head: transformers' logits, which are the head's where it differs."""
+    save(tmp_path)
+    change_head(tmp_path, HEADS[kind])
+    tokens = torch.arange(3, 40)[None]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.inference_mode(), q4.Session(EXACT) as session:
+        ours: Any = load_model(tmp_path, session)
+        assert error(ours(tokens), theirs(tokens).logits) < 1e-6
+    assert ours.config.tie_word_embeddings is (kind != "another")
+
+
+def test_a_head_of_its_own_is_told(tmp_path: Path) -> None:
+    """A head that the config denies is a warning; saved and loaded again it is still there."""
+    save(tmp_path)
+    change_head(tmp_path, HEADS["another"])
+    forget_warnings()
+    with q4.Session(EXACT) as session, torch.inference_mode():
+        with pytest.warns(q4.Q4Warning, match=r"tie_word_embeddings.*not those of the embedding"):
+            model: Any = load_model(tmp_path, session)
+        save_model(model, tmp_path / "ours")
+        again: Any = load_model(tmp_path / "ours", session)
+        assert torch.equal(again(torch.arange(5)[None]), model(torch.arange(5)[None]))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import q4core as q4
@@ -197,3 +198,14 @@ def test_an_older_file_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypa
     with pytest.raises(q4.CheckpointError, match="No space left"):
         save_model(build_mlp([4, 2]), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_head_that_a_tied_folder_denies(tmp_path: Path) -> None:
+    """A dense head in a folder whose config ties it is refused: the model would pass over it."""
+    save_model(MODELS["tied"](), tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"] + 1
+    save_file(tensors, file)
+    with q4.Session(EXACT) as session, pytest.raises(q4.CheckpointError, match=r"lm_head\.weight is unexpected"):
+        load_model(tmp_path, session)

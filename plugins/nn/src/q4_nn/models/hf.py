@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
 
 import q4core as q4
 from q4_nn.models.hf_config import read_config
 from q4_nn.models.hf_names import from_hf_name, fused_parts, to_hf_name
 from q4_nn.models.load import Names, load_weights_
 from q4_nn.models.transformer import empty_transformer
+from q4core import PackedWeight
+from q4core.plugin_api import warn_once
 
 if TYPE_CHECKING:
+    from q4_nn.models.config import TransformerConfig
     from q4_nn.models.transformer import Transformer
-    from q4core import Session
+    from q4core import Checkpoint, Session
 
 __all__ = ["build_from_hf"]
 
@@ -24,7 +30,8 @@ _IGNORED = ("pooler.", "bert.pooler.", "cls.", "embeddings.position_ids", "bert.
 def build_from_hf(folder: str | Path, session: Session) -> Transformer:
     """Build the decoder or encoder of a Hugging Face directory, whose weights may be dense or packed.
 
-    Dense tensors become the session's ``compute_dtype``, float32 unless told: twice the bytes of a bfloat16 file.
+    Dense tensors become the session's ``compute_dtype``, float32 by default: twice the bytes of a bfloat16 file. A head
+    that differs from the embedding is used though the config ties them, as transformers 5 does, with one ``Q4Warning``.
 
     Args:
         folder: With ``config.json`` and safetensors files.
@@ -36,13 +43,45 @@ def build_from_hf(folder: str | Path, session: Session) -> Transformer:
     """
     folder = Path(folder)
     config = read_config(folder)
-    model = empty_transformer(config)
-    names = Names(
-        ours=functools.partial(from_hf_name, config=config),
-        theirs=functools.partial(to_hf_name, config=config),
-        fused=functools.partial(fused_parts, config=config),
-        ignored=_IGNORED,
-    )
     with q4.open(folder) as checkpoint:
+        if config.causal and config.tie_word_embeddings and _has_other_head(checkpoint, config):
+            what = f"the head of {folder}: config.json says tie_word_embeddings, but its weights are not those of the "
+            what += "embedding. Both are used as they are stored; set tie_word_embeddings to false in config.json."
+            warn_once(str(folder), q4.Q4Warning, what)
+            config = attrs.evolve(config, tie_word_embeddings=False)
+        model = empty_transformer(config)
+        names = Names(
+            ours=functools.partial(from_hf_name, config=config),
+            theirs=functools.partial(to_hf_name, config=config),
+            fused=functools.partial(fused_parts, config=config),
+            ignored=_IGNORED,
+        )
         load_weights_(model, checkpoint, session, names, str(folder))
     return model
+
+
+def _has_other_head(checkpoint: Checkpoint, config: TransformerConfig) -> bool:
+    """Return whether a file holds both embedding and head, with different values."""
+    found: dict[str, Any] = {}
+    for name in (*checkpoint, *checkpoint.dense):
+        ours = from_hf_name(name, config).removesuffix(".weight")
+        if ours in {"embed_tokens", "lm_head"}:
+            found[ours] = checkpoint[name] if name in checkpoint else checkpoint.dense[name]
+    embedding, head = found.get("embed_tokens"), found.get("lm_head")
+    if embedding is None or head is None:
+        return False
+    return not _is_equal(embedding, head)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Return whether two matrices hold the same; one that is packed and one that is dense do not."""
+    if isinstance(one, PackedWeight) and isinstance(other, PackedWeight):
+        if (one.format, one.packing) != (other.format, other.packing):
+            return False
+        return all(
+            name == again and _is_equal(tensor, twin)
+            for (name, tensor), (again, twin) in zip(one.tensors(), other.tensors(), strict=False)
+        )
+    if isinstance(one, PackedWeight) or isinstance(other, PackedWeight):
+        return False
+    return torch.equal(one, other) if one.dtype == other.dtype else torch.equal(one.double(), other.double())

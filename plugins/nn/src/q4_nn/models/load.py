@@ -17,12 +17,15 @@ from q4core import CheckpointError, PackedWeight, resolve_config
 from q4core.plugin_api import resolve_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from q4_nn.models.transformer import TransformerDecoder, TransformerEncoder
     from q4core import Checkpoint, Session
 
 __all__ = ["Names", "load_weights_"]
+
+_NAMED = 5
+"""So many tensors are named in an error."""
 
 
 @attrs.frozen
@@ -76,8 +79,14 @@ class _Loader:
             if not (ours := names.ours(name)).startswith(names.ignored) and not name.startswith(names.ignored)
         }
 
+        if self._is_tied and not {"embed_tokens", "embed_tokens.weight"} & {*self._left}:
+            for leaf in ("", ".weight"):  # some files hold what is shared as the head
+                if name := self._left.pop(f"lm_head{leaf}", None):
+                    self._left[f"embed_tokens{leaf}"] = name
+
     def fill(self) -> None:
         model, fused = self._model, self._fused()
+        self._require_all(fused)
         # Block by block, and the largest matrices first, so that the peak of memory holds little twice.
         for at, module in (("", model), *((f"layers.{number}.", block) for number, block in enumerate(model.layers))):
             parts: dict[str, Part] = {}
@@ -93,7 +102,8 @@ class _Loader:
                     self._own(at + name, inner)
             place_linears_(module, parts, self._session)
         if self._is_tied:
-            self._left.pop("lm_head.weight", None)  # some files hold it twice
+            for leaf in ("", ".weight"):
+                self._left.pop(f"lm_head{leaf}", None)  # some files hold it twice
         self._finish()
         model.eval()
 
@@ -146,18 +156,23 @@ class _Loader:
         what = f"tensor {name!r}"
         raise CheckpointError("model", name=what, rule=rule, value=value, where=self._where, hint=hint)
 
-    def _miss(self, ours: str) -> NoReturn:
-        """Say why a tensor can't be had: the file has it in a form that is not read, or not at all."""
-        name = self._names.theirs(ours)
-        for problem in self._checkpoint.schema.unsupported:
-            if problem.key in {name, name.removesuffix(".weight")}:
-                self._fail(name, problem.rule, problem.value)
-        self._fail(name, "present", "none")
+    def _require_all(self, fused: Collection[str]) -> None:
+        """Refuse a file without a tensor that the model needs, before anything is read; all of them are named."""
+        there = {*self._left, *(f"{name}.weight" for name in (*self._left, *fused))}
+        head = "lm_head." if self._is_tied else "\0"
+        missing = [name for name in self._model.state_dict() if name not in there and not name.startswith(head)]
+        if not missing:
+            return
+        names = [self._names.theirs(name) for name in missing]
+        for problem in self._checkpoint.schema.unsupported:  # there, in a form that is not read
+            for name in names:
+                if problem.key in {name, name.removesuffix(".weight")}:
+                    self._fail(name, problem.rule, problem.value)
+        told = f"{len(names)} missing: {', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''}"
+        self._fail(names[0], "present", told, "The file holds a part of the model, or is damaged.")
 
     def _dense(self, ours: str, shape: tuple[int, ...]) -> torch.Tensor:
-        name = self._left.pop(ours, None)
-        if name is None:
-            self._miss(ours)
+        name = self._left.pop(ours)
         tensor = self._checkpoint.dense[name]
         self._check_shape(name, tuple(tensor.shape), shape)
         # A copy: views would keep the whole file mapped for a few kilobytes.
@@ -169,7 +184,7 @@ class _Loader:
         bias = self._dense(f"{ours}.bias", (out_features,)) if biased else None
         name = self._left.pop(ours, None)
         if name is None:
-            name = self._names.theirs(f"{ours}.weight").removesuffix(".weight")
+            name = self._left[f"{ours}.weight"].removesuffix(".weight")
             return Part(name, self._dense(f"{ours}.weight", shape), bias)
         weight = self._checkpoint[name]
         self._check_shape(f"{name}.weight", tuple(weight.shape), shape)
@@ -183,5 +198,5 @@ class _Loader:
         if self._left:
             names = sorted(self._left.values())
             hint = "The model has parts that this version does not compute; its answers would be wrong."
-            told = f"{len(names)} unknown: {', '.join(names[:5])}"
+            told = f"{len(names)} unknown: {', '.join(names[:_NAMED])}"
             self._fail(names[0], "one that the architecture knows", told, hint)

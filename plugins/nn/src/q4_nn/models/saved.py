@@ -210,6 +210,8 @@ def _compare(model: nn.Module, values: Values, where: str) -> None:
     own = model.state_dict()
     known = {*values, "lm_head.weight"} if _is_tied(model) else {*values}
     problems = [f"{name} is missing" for name in own if name not in known]
+    if _is_tied(model) and isinstance(values.get("lm_head.weight"), torch.Tensor):
+        problems.append("lm_head.weight is unexpected, as the config ties it to the embedding")
     for name, value in values.items():
         if name not in own:
             problems += [] if name == _FACTORS and isinstance(model, TransformerDecoder) else [f"{name} is unexpected"]
