@@ -197,7 +197,7 @@ METADATA: dict[str, tuple[Any, str]] = {
     "llama.attention.layer_norm_rms_epsilon": (float("nan"), "finite"),
     "llama.rope.freq_base": (-1.0, "greater than 0"),
     "llama.rope.dimension_count": (15, "even and at most 16"),
-    "llama.rope.scaling.type": ("dynamic", "'none', 'linear' or 'yarn'"),
+    "llama.rope.scaling.type": ("dynamic", "'none', 'linear', 'yarn' or 'longrope'"),
     "llama.expert_count": (8, "no mixture of experts"),
     "llama.vocab_size": (267, r"of shape \[267, 64\]"),
     "llama.context_length": ("many", "a whole number"),

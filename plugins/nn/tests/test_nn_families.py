@@ -145,3 +145,41 @@ def test_capped_logits(key: str, tmp_path: Path) -> None:
     with q4.Session(EXACT) as session, pytest.raises(q4.CheckpointError, match="nor capped logits") as caught:
         load_model(tmp_path / "model.gguf", session)
     assert caught.value.name == f"metadata 'gemma3.{key}'"
+
+
+def hollow(source: Path, target: Path, *lost: str) -> Path:
+    """Write a GGUF file again without some of its tensors."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "qwen3")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            kind, *inner = field.types
+            writer.add_key_value(name, field.contents(), kind, inner[0] if inner else None)
+    for tensor in reader.tensors:
+        if not tensor.name.startswith(lost):
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    """A file that lacks tensors of its architecture is refused before anything is read; they are named."""
+    write(tmp_path / "model.gguf", "qwen3")
+    path = hollow(tmp_path / "model.gguf", tmp_path / "hollow.gguf", "blk.2.ffn", "output_norm")
+    with q4.Session(EXACT) as session, pytest.raises(q4.CheckpointError) as caught:
+        load_model(path, session)
+    assert "5 missing: blk.2.ffn_norm.weight" in str(caught.value)
+    assert "output_norm.weight" in str(caught.value)
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize("lost", ["blk.3.attn_k_norm", ("blk.0.attn_q_norm", "blk.0.attn_k_norm")])
+def test_norms_that_a_kind_always_has(lost: str | tuple[str, ...], tmp_path: Path) -> None:
+    """Whether queries and keys are normed the architecture says, not what the first block happens to have."""
+    write(tmp_path / "model.gguf", "qwen3")
+    path = hollow(tmp_path / "model.gguf", tmp_path / "hollow.gguf", *([lost] if isinstance(lost, str) else lost))
+    with q4.Session(EXACT) as session, pytest.raises(q4.CheckpointError, match="missing: blk"):
+        load_model(path, session)

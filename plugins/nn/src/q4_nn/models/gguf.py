@@ -45,7 +45,17 @@ _PARTS = {
 }
 _WHOLE = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 _FACTORS, _SHORT, _LONG = (f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long"))
-_PLAIN = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "attn_factor": 1.0}
+_IDLE = frozenset(
+    {
+        "attention.layer_norm_epsilon",  # of norms that these kinds do not have
+        "expert_used_count",  # of experts, which are refused
+        "pooling_type",  # of embeddings
+        "rope.scaling.finetuned",
+        "tensor_data_layout",
+    }
+)
+"""Keys that change nothing that is computed."""
+_PLAIN = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}
 """Options of YaRN that are not computed here, with what they must be."""
 
 
@@ -70,7 +80,10 @@ def _config(checkpoint: Checkpoint, metadata: Metadata, kind: str) -> Transforme
         return f"{prefix}.{name}"
 
     unread = (problem.key for problem in checkpoint.schema.unsupported)
-    found = {name.removesuffix(".weight") for name in (*checkpoint, *checkpoint.dense, *unread)}
+    # Without their block's number: what one block has, all must have.
+    found = {
+        re.sub(r"^blk\.\d+\.", "", name.removesuffix(".weight")) for name in (*checkpoint, *checkpoint.dense, *unread)
+    }
     hidden = metadata.integer(key("embedding_length"))
     layers = metadata.integer(key("block_count"), high=10_000)
     heads = metadata.integer(key("attention.head_count"))
@@ -93,7 +106,7 @@ def _config(checkpoint: Checkpoint, metadata: Metadata, kind: str) -> Transforme
     if vocabulary is None:
         metadata.fail(key("vocab_size"), "present")
     context = metadata.integer(key("context_length"))
-    return TransformerConfig(
+    config = TransformerConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,
         intermediate_size=metadata.integer(key("feed_forward_length")),
@@ -107,13 +120,15 @@ def _config(checkpoint: Checkpoint, metadata: Metadata, kind: str) -> Transforme
         rope_theta=metadata.number(key("rope.freq_base"), above=0, default=10000.0),
         rope_scaling=_rope_scaling(checkpoint, metadata, key("rope.scaling"), context, turned),
         rope_interleaved=kind in {"llama", "smollm3"},  # whose q and k rows the converter permutes
-        attention_bias="blk.0.attn_q.bias" in found,
-        attention_out_bias="blk.0.attn_output.bias" in found,
-        mlp_bias="blk.0.ffn_down.bias" in found,
-        qk_norm="blk.0.attn_q_norm" in found,
-        tie_word_embeddings="output" not in found,
+        attention_bias=kind == "qwen2" or "attn_q.bias" in found,
+        attention_out_bias="attn_output.bias" in found,
+        mlp_bias="ffn_down.bias" in found,
+        qk_norm=kind in {"gemma3", "qwen3"},
+        tie_word_embeddings="output" not in found,  # which is how all of these kinds say it
         **_options(metadata, prefix, kind),
     )
+    metadata.refuse_unread(f"{prefix}.", idle=_IDLE)
+    return config
 
 
 def _options(metadata: Metadata, prefix: str, kind: str) -> dict[str, Any]:
@@ -121,6 +136,9 @@ def _options(metadata: Metadata, prefix: str, kind: str) -> dict[str, Any]:
     for name in ("expert_count", "attn_logit_softcapping", "final_logit_softcapping"):
         if value := metadata.number(f"{prefix}.{name}", above=-1, default=0):
             metadata.fail(f"{prefix}.{name}", "0 (no mixture of experts is served, nor capped logits)", value)
+    for name, plain in (("attention.causal", True), ("use_parallel_residual", False)):
+        if metadata.flag(f"{prefix}.{name}", default=plain) is not plain:
+            metadata.fail(f"{prefix}.{name}", str(plain).lower(), not plain)
     layers, hidden, context = (
         metadata.integer(f"{prefix}.{name}") for name in ("block_count", "embedding_length", "context_length")
     )
@@ -144,22 +162,27 @@ def _options(metadata: Metadata, prefix: str, kind: str) -> dict[str, Any]:
 def _rope_scaling(checkpoint: Checkpoint, metadata: Metadata, prefix: str, context: int, turned: int) -> RopeScaling:
     kind = metadata.text(f"{prefix}.type", default=None)
     original = metadata.integer(f"{prefix}.original_context_length", default=context)
-    if _LONG in checkpoint.dense and _SHORT in checkpoint.dense:
+    amplitude = metadata.number(f"{prefix}.attn_factor", above=0, default=1.0)
+    if kind == "longrope" or _LONG in checkpoint.dense or _SHORT in checkpoint.dense:
+        if kind not in {None, "none", "longrope"}:
+            metadata.fail(f"{prefix}.type", "'longrope', as there are factors for it", kind)
         long, short = (_factors(checkpoint, metadata, name, turned) for name in (_LONG, _SHORT))
-        amplitude = metadata.number(f"{prefix}.attn_factor", above=0, default=None)
         facts = {"factor": context / original, "original_context": original, "attention_factor": amplitude}
         return RopeScaling(kind="longrope", short_factor=(*short.tolist(),), long_factor=(*long.tolist(),), **facts)
-    if kind is None:
-        older = metadata.number(f"{prefix.removesuffix('scaling')}scale_linear", above=0, default=1.0)
-        factor = metadata.number(f"{prefix}.factor", above=0, default=older)
-        return RopeScaling() if factor == 1 else RopeScaling(kind="linear", factor=factor)
+    if amplitude != 1:
+        metadata.fail(f"{prefix}.attn_factor", "1, but for LongRoPE", amplitude)
+    if kind not in {None, "none", "linear", "yarn"}:
+        metadata.fail(f"{prefix}.type", "'none', 'linear', 'yarn' or 'longrope'", kind)
     if kind == "none":
         return RopeScaling()
-    if kind not in {"linear", "yarn"}:
-        metadata.fail(f"{prefix}.type", "'none', 'linear' or 'yarn'", kind)
-    factor = metadata.number(f"{prefix}.factor", above=0)
-    if kind == "linear":
-        return RopeScaling(kind=kind, factor=factor)
+    older = metadata.number(f"{prefix.removesuffix('scaling')}scale_linear", above=0, default=1.0)
+    factor = metadata.number(f"{prefix}.factor", above=0, default=older)
+    if kind != "yarn":
+        return RopeScaling() if factor == 1 else RopeScaling(kind="linear", factor=factor)
+    return _yarn(metadata, prefix, factor, original)
+
+
+def _yarn(metadata: Metadata, prefix: str, factor: float, original: int) -> RopeScaling:
     for name, plain in _PLAIN.items():
         if (value := metadata.number(f"{prefix}.{name}", above=-1e9, default=plain)) != plain:
             metadata.fail(f"{prefix}.{name}", f"{plain}", value)
@@ -167,11 +190,13 @@ def _rope_scaling(checkpoint: Checkpoint, metadata: Metadata, prefix: str, conte
         f"beta_{name}": metadata.number(f"{prefix}.yarn_beta_{name}", above=0, default=default)
         for name, default in (("fast", 32.0), ("slow", 1.0))
     }
-    return RopeScaling(kind=kind, factor=factor, original_context=original, **beta)
+    return RopeScaling(kind="yarn", factor=factor, original_context=original, **beta)
 
 
 def _factors(checkpoint: Checkpoint, metadata: Metadata, name: str, turned: int) -> torch.Tensor:
     """Return divisors of the rotary frequencies: float32 [turned / 2]."""
+    if name not in checkpoint.dense:
+        metadata.fail_tensor(name, "present and dense", "none")
     factors = checkpoint.dense[name]
     if list(factors.shape) != [turned // 2]:
         metadata.fail_tensor(name, f"of shape {[turned // 2]}, which the metadata asks for", list(factors.shape))
@@ -185,7 +210,7 @@ def _names(config: TransformerConfig, kind: str) -> Names:
         ours=functools.partial(_renamed, parts=parts, whole=_WHOLE, theirs="blk", ours="layers"),
         theirs=functools.partial(_renamed, parts=back, whole=whole, theirs="layers", ours="blk"),
         fused=functools.partial(fused_parts, config=config),
-        ignored=(_FACTORS, _SHORT, _LONG),
+        ignored={"llama": (_FACTORS, _SHORT, _LONG), "phi3": (_SHORT, _LONG)}.get(kind, ()),
     )
 
 

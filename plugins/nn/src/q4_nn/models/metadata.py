@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from q4core import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 __all__ = ["Metadata"]
 
@@ -26,10 +26,12 @@ class Metadata:
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._values = values
+        self._asked: set[str] = set()
         self.where = where
 
     def __contains__(self, key: str) -> bool:
         """Return whether the key is there."""
+        self._asked.add(key)
         return key in self._values
 
     def fail(self, key: str, rule: str, value: object = _MISSING, hint: str | None = None) -> NoReturn:
@@ -43,7 +45,23 @@ class Metadata:
         """Raise a ``CheckpointError`` that names the file, a tensor of it, the rule and the value."""
         raise CheckpointError("model", name=f"tensor {name!r}", rule=rule, value=value, where=self.where)
 
+    def refuse_unread(self, prefix: str, *, idle: Collection[str]) -> None:
+        """Refuse a key that nobody has asked for: what it says would not be computed.
+
+        Args:
+            prefix: Beginning of the keys that are meant, such as ``"llama."``.
+            idle: Keys behind the prefix that change nothing that is computed.
+
+        Raises:
+            CheckpointError: There is one.
+        """
+        for key in self._values:
+            if key.startswith(prefix) and key not in self._asked and key.removeprefix(prefix) not in idle:
+                hint = "What this key says is not computed here; the model's answers would be wrong."
+                self.fail(key, "one that this architecture is served with", self._values[key], hint)
+
     def _get(self, key: str, default: _T) -> Any | _T:
+        self._asked.add(key)
         if key not in self._values:
             if default is _MISSING:
                 self.fail(key, "present")
