@@ -66,7 +66,7 @@ CHANGES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "rope.freq_base": (500.0, ("rope_parameters",)),
     "vocab_size": (128, ("vocab_size",)),
     "rope.scaling.factor": (8.0, ("rope_parameters",)),
-    "rope.scaling.type": ("linear", ()),  # without a factor
+    "rope.scaling.type": ("dynamic", ()),
     "rope.dimension_count": (8, ()),
 }
 """Key → a value, and what of the config it changes; nothing where it is refused by that value, as all others are."""

@@ -34,34 +34,6 @@ _PERMUTED = (".attn_q", ".attn_k")
 _TURNED = "rope_freqs.weight"
 _FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 """In the config, which has them from the file."""
-_READ = {
-    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window", "attention.value_length", "attn_logit_softcapping", "block_count", "context_length",
-    "embedding_length", "expert_count", "feed_forward_length", "final_logit_softcapping", "rope.dimension_count",
-    "rope.freq_base", "rope.scale_linear", "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.type", "vocab_size",
-}  # fmt: skip
-"""Keys that q4_nn reads, or refuses by their value; more of some architectures and a kind of scaling."""
-_READ_OF = {
-    "yarn": {
-        "rope.scaling.yarn_attn_factor",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "rope.scaling.yarn_ext_factor",
-        "rope.scaling.yarn_log_multiplier",
-    },
-    "gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
-    "longrope": {"rope.scaling.attn_factor"},
-}
-_IDLE = {
-    "attention.layer_norm_epsilon",  # of norms that these architectures do not have
-    "expert_used_count",  # of the experts that they do not have
-    "pooling_type",  # of embeddings; the hidden states are the same
-    "rope.scaling.finetuned",  # tells how the weights came about
-    "tensor_data_layout",  # as the last one
-}
-_PLAIN = {"attention.causal": True, "rope.scaling.attn_factor": 1.0, "use_parallel_residual": False}
-"""Keys that may say what is computed anyway."""
 _TOKENS = {"bos": ("bos",), "eos": ("eos", "eot", "eom"), "pad": ("padding",)}
 """Special token → the file's words for it; of several, each ends a text."""
 
@@ -161,7 +133,6 @@ def config_of(checkpoint: Checkpoint) -> Any:
     if _TURNED in checkpoint.dense:
         shape = list(checkpoint.dense.infos[_TURNED].shape)
         _refuse(where, _TURNED, "absent, as transformers passes over it", shape)
-    _refuse_unread(checkpoint, architecture, where)
     own = TransformerConfig.from_gguf(checkpoint.path)
     if architecture == "gemma3":  # whose norms lose the 1 that the file adds, as transformers adds it
         own = attrs.evolve(own, norm="offset_rms", attention_scale=own.attention_scale or own.head_dim**-0.5)
@@ -183,21 +154,6 @@ def config_of(checkpoint: Checkpoint) -> Any:
         return transformers.AutoConfig.for_model(**told)
     except Exception as error:  # noqa: BLE001  # transformers' own check of a config, of a class that depends on the release
         _refuse(where, "header", f"a config of transformers ({error})", kind)
-
-
-def _refuse_unread(checkpoint: Checkpoint, architecture: str, where: str) -> None:
-    """Refuse a fact of the header that nobody reads."""
-    told = checkpoint.metadata.get(f"{architecture}.rope.scaling.type")
-    scaling = "longrope" if _FACTORS[0] in checkpoint.dense else str(told)
-    read = _READ | _IDLE | _READ_OF.get(architecture, set()) | _READ_OF.get(scaling, set())
-    for key, value in checkpoint.metadata.items():
-        prefix, _, name = key.partition(".")
-        if prefix != architecture or name in read:
-            continue
-        if name not in _PLAIN:
-            _refuse(where, key, "absent, as transformers' model is not told of it", value)
-        if value != _PLAIN[name]:
-            _refuse(where, key, f"{_PLAIN[name]}, as transformers' model is not told of it", value)
 
 
 def _refuse(where: str, name: str, rule: str, value: object) -> NoReturn:
