@@ -231,6 +231,19 @@ def test_a_packed_head_is_resized(tmp_path: Path) -> None:
     assert torch.equal(_logits(again, TEXT), _logits(model, TEXT))
 
 
+def test_a_resized_head_is_named_in_what_is_saved(tmp_path: Path) -> None:
+    """The entry of config.json that was read would say that the head is packed: another one is written."""
+    _llama(tmp_path, modules_to_not_convert=[]).save_pretrained(tmp_path / "packed")
+    kind, config = transformers.LlamaForCausalLM, Q4Config(**EXACT)
+    model = kind.from_pretrained(tmp_path / "packed", quantization_config=config, dtype=torch.float32).eval()
+    assert isinstance(model.lm_head, HfLinear)
+    model.resize_token_embeddings(100)
+    model.save_pretrained(tmp_path / "again")
+    theirs = kind.from_pretrained(tmp_path / "again", dtype=torch.float32).eval()  # by bitsandbytes
+    assert type(theirs.lm_head) is nn.Linear
+    assert _error(_logits(theirs, TEXT), _logits(model, TEXT)) <= 2e-2  # it multiplies in bfloat16 on some CPUs
+
+
 def test_a_model_is_dequantised(tmp_path: Path) -> None:
     """``model.dequantize()`` makes every layer dense, with its numbers, and the model one that was never packed."""
     model = _llama(tmp_path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -65,6 +66,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self._model: Any = None
         self._places: list[Place] = []
         self._rooms: list[HfLinear] = []
+        self.packed: tuple[str, ...] = ()
+        """The modules that were packed at load."""
         self._device_map: Any = None
 
     # -- before loading
@@ -180,6 +183,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         checkpoint, self._checkpoint = self._checkpoint, None
         places, self._places = self._places, []
+        self.packed = tuple(place.module for place in places)
         cache, self._cache = self._cache if self._is_on_cpu() else None, None
         if checkpoint is None:
             return model
@@ -232,7 +236,9 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """Return what ``save_pretrained`` writes; see ``saving``."""
-        return state_and_metadata(model, self.quantization_config, self.dialects, self.entry)
+        modules = dict(model.named_modules())
+        is_whole = not any(type(modules.get(name)) is nn.Linear for name in self.packed)  # a head may be resized
+        return state_and_metadata(model, self.quantization_config, self.dialects, self.entry if is_whole else None)
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Return True: a model is saved in the dialect that it was read in, or in another one."""
