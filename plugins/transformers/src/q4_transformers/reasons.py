@@ -77,8 +77,9 @@ def block_size_for(config: Q4Config, columns: int) -> int | None:
     No dialect has a short last block of INT4. Where 128 does not divide K, 64 or 32 is taken, else the largest divisor
     from 32, else a row is one block.
     """
-    if config.format != _INT4 or config.block_size is not None or columns <= _BLOCK or not columns % _BLOCK:
-        return config.block_size
+    asked: int | None = config.block_size
+    if config.format != _INT4 or asked is not None or columns <= _BLOCK or not columns % _BLOCK:
+        return asked
     return next(size for size in (64, 32, *range(_BLOCK, _LEAST, -1), columns) if not columns % size)
 
 
