@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from q4core.codec import dequantize
+from q4core.diagnostics.events import bound
 from q4core.errors import InputError, LifecycleError
 from q4core.formats import FLOATS, BlockOrder
 from q4core.layers.diagnosis import Diagnostics
@@ -302,5 +303,6 @@ class Q4Linear(PackedModule):
         line = f"{decision.action}: {decision.reason}"
         live.input_memory[line] = live.input_memory.get(line, 0) + 1
         level = logging.INFO if live.input_memory[line] == 1 else logging.DEBUG  # not a line for each call
-        tell_memory(decision, "activation", config, self.name, level=level)
+        with bound(session=self.session_name):
+            tell_memory(decision, "activation", config, self.name, level=level)
         return placed

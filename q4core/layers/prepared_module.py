@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import nn
 
+from q4core.diagnostics.events import bound
 from q4core.errors import InputError, LifecycleError
 from q4core.formats import as_bytes
 from q4core.layers.fast_path import make_fast_path
@@ -99,6 +100,8 @@ class WeightOwner(nn.Module):
     _plan_key: str
     _is_managed: bool
     _buffer_names: tuple[str, ...]
+    session_name: str | None = None
+    """Of the session that made the layer, or the layer of which it is a copy: its events name it."""
 
     def __init__(  # noqa: PLR0913  # one argument per fact
         self,
@@ -237,7 +240,8 @@ class WeightOwner(nn.Module):
             wanted = dtype or config.compute_dtype or weight.dtype
             tensors = tuple(as_bytes(tensor) for _, tensor in weight.tensors())
             return Content(spec, labels, config, wanted, weight.device, None, tensors)
-        prepared = prepare_layer(weight, config, self._plugins(), m=self._m, dtype=dtype, name=self.name)
+        with bound(session=self.session_name):
+            prepared = prepare_layer(weight, config, self._plugins(), m=self._m, dtype=dtype, name=self.name)
         return Content(spec, labels, config, prepared.plan.dtype, prepared.selection.request.device, prepared)
 
     def _plugins(self) -> Registry:

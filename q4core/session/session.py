@@ -13,6 +13,7 @@ import torch
 from q4core.backend import Request
 from q4core.diagnostics.events import bound
 from q4core.errors import ConfigError, InputError, LifecycleError, counted
+from q4core.formats import FLOATS
 from q4core.layers.adoption import adopted_content
 from q4core.layers.diagnosis import Report
 from q4core.layers.linear import Q4Linear
@@ -105,6 +106,7 @@ class Session:
 
     def _own(self, layer: Q4Linear) -> Q4Linear:
         """Return the layer as the session's; one that is done after the session was closed is closed, too."""
+        layer.session_name = self.name
         with self._lock:  # close() takes the layers under the same lock: none slips in behind it
             if not self._closed:
                 self._layers[id(layer)] = layer
@@ -123,6 +125,9 @@ class Session:
         require_weight("q4.linear", weight)
         if not isinstance(x, torch.Tensor):
             raise InputError("q4.linear", name="x", rule="a tensor", value=type(x).__name__)
+        if x.dtype not in FLOATS:
+            rule, hint = f"of {', '.join(map(str, FLOATS))}", "Use x.to(torch.float32)."
+            raise InputError("q4.linear", name="x", rule=rule, value=x.dtype, hint=hint)
         config = resolve_config(self.config)
         key = (x.dtype, x.device, config)
         with self._lock:

@@ -128,6 +128,20 @@ def test_memory_events_carry_values_of_their_own_types(caplog: pytest.LogCapture
     assert json.loads(json.dumps(fields))["layer"] == "up"
 
 
+def test_events_after_the_making_name_the_session(caplog: pytest.LogCaptureFixture) -> None:
+    """An activation's q4.memory event and what a layer sends when it is prepared anew name its session."""
+    config = q4.SessionConfig(unified_memory="prefer_unified")
+    layer = q4.Session(config, name="mine", registry=registry()).linear(
+        q4.quantize(torch.ones(8, 64), "nf4", name="up")
+    )
+    with caplog.at_level(logging.DEBUG, logger="q4core"):
+        layer(torch.ones(1, 64))
+        layer.to(torch.float16)
+    told = {(item.q4_event, item.q4_fields.get("session")) for item in caplog.records}  # type: ignore[attr-defined]
+    assert {("q4.memory", "mine"), ("q4.select", "mine")} <= told
+    assert {session for _, session in told} == {"mine"}
+
+
 def test_console_lines_and_levels() -> None:
     """Q4_LOG=warning shows what is that important, as a line for people."""
     _, err = _run(Q4_LOG="warning")
