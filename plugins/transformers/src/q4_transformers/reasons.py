@@ -80,7 +80,8 @@ def block_size_for(config: Q4Config, columns: int) -> int | None:
     asked: int | None = config.block_size
     if config.format != _INT4 or asked is not None or columns <= _BLOCK or not columns % _BLOCK:
         return asked
-    return next(size for size in (64, 32, *range(_BLOCK, _LEAST, -1), columns) if not columns % size)
+    sizes: tuple[int, ...] = (64, 32, *range(_BLOCK, _LEAST, -1), columns)
+    return next(size for size in sizes if not columns % size)
 
 
 @functools.cache
