@@ -143,13 +143,16 @@ class Placer:
             return found[1], decision.promoted(*found)
         return _moved(tensor, self.device), decision.fallback()
 
-    def mutable(self, tensor: torch.Tensor, *, copy: bool = True) -> tuple[torch.Tensor, MemoryDecision]:
+    def mutable(
+        self, tensor: torch.Tensor, *, copy: bool = True, name: str | None = None
+    ) -> tuple[torch.Tensor, MemoryDecision]:
         """Place a tensor that will be written again and again, apart from every other holder of it.
 
         Args:
             tensor: Any shape and dtype; neither changed nor, with ``copy``, shared.
             copy: False for the sole owner of ``tensor``: where nothing is promoted the result shares its memory. Else
                 it is cloned there, and only there: one copy is made, whatever is done.
+            name: The tensor's, for messages.
 
         Returns:
             The detached tensor to use, fit for ``MutableTensor(…, copy=False)``, whose versions stay in that memory;
@@ -159,7 +162,8 @@ class Placer:
             UnifiedMemoryError: Required, and no provider can; carries the device attributes. Nothing was copied.
             InputError: ``tensor`` is no strided tensor.
         """
-        _require_strided("mutable tensor", tensor)
+        what = "mutable tensor" if name is None else f"mutable tensor {name!r}"
+        _require_strided(what, tensor)
 
         def promote(provider: MemoryProvider) -> torch.Tensor:
             managed = self._copied(provider, tensor.detach(), is_read=False)
@@ -170,7 +174,7 @@ class Placer:
         with torch.inference_mode(mode=False):  # what is made there does not count its changes
             placed, done = tensor.detach(), left_alone(self.policy)
             if not self.is_idle:
-                placed, done = self._promoted(Decision("mutable tensor", self), placed, promote, is_apart=copy)
+                placed, done = self._promoted(Decision(what, self), placed, promote, is_apart=copy)
         return (detached_copy(tensor) if copy and done.action != "promoted" else placed), done
 
     def input(self, x: torch.Tensor) -> tuple[torch.Tensor, MemoryDecision]:
@@ -314,10 +318,15 @@ def apply_source_policy(
 
 
 def apply_mutable_policy(
-    tensor: torch.Tensor, policy: UnifiedMemoryPolicy | str, *, copy: bool = True, **options: Unpack[PlacerOptions]
+    tensor: torch.Tensor,
+    policy: UnifiedMemoryPolicy | str,
+    *,
+    copy: bool = True,
+    name: str | None = None,
+    **options: Unpack[PlacerOptions],
 ) -> tuple[torch.Tensor, MemoryDecision]:
     """Place a tensor that will be written again and again; see ``Placer.mutable``."""
-    return Placer(policy, **options).mutable(tensor, copy=copy)
+    return Placer(policy, **options).mutable(tensor, copy=copy, name=name)
 
 
 def apply_input_policy(

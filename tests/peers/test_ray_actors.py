@@ -173,7 +173,9 @@ def test_shared_weight(system: ActorSystem) -> None:
 
 def test_tensor_errors(system: ActorSystem) -> None:
     """Two writers, options that Ray does not have, and a closed tensor are the errors of a mutable tensor."""
-    state = system.mutable(torch.zeros(3), name="state")
+    state = system.mutable(torch.zeros(3), name="state", unified_memory="prefer_unified")
+    assert state.placement is not None
+    assert (state.placement.action, "belongs to one process" in state.placement.reason) == ("fallback", True)
     with state.write() as tensor:
         tensor.add_(1)
         with pytest.raises(q4.WriteConflictError), state.write():

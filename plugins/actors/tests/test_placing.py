@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, Any
+
 import pytest
 import torch
 from pretended_driver import CUDA, GB10, Pretended, accept_pretended, pretend
 
 import q4core as q4
 from q4_actors import ActorSystem, MutableMode, mutable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.fixture
@@ -69,6 +75,36 @@ def test_policy_of_the_context(way: str, monkeypatch: pytest.MonkeyPatch) -> Non
         else:
             with ActorSystem("threads") as system, pytest.raises(q4.UnifiedMemoryError, match="mutable tensor"):
                 system.mutable(torch.zeros(4), name="state", providers=[])
+
+
+def test_required_names_the_tensor() -> None:
+    """What can't be had where it is required names the tensor, and carries the decision."""
+    with pytest.raises(q4.UnifiedMemoryError, match="mutable tensor 'membrane' under REQUIRE_UNIFIED") as caught:
+        mutable(torch.zeros(4), unified_memory="require_unified", providers=[], name="membrane")
+    assert caught.value.details["decision"].action == "refused"
+
+
+@pytest.mark.parametrize("policy", ["disabled", "prefer_unified"])
+def test_every_runtime_records_a_reason(
+    runtime: str, policy: str, heard: Callable[[], list[tuple[str, dict[str, Any]]]]
+) -> None:
+    """A system's tensor says what became of the policy and why, and so does its event, with the policy's own word."""
+    with ActorSystem(runtime) as system:
+        made = system.mutable(torch.zeros(4), name="state", unified_memory=policy)
+        assert made.placement is not None
+        assert made.placement.action == {"disabled": "left", "prefer_unified": "fallback"}[policy]
+        assert made.placement.reason
+    (fields,) = [fields for event, fields in heard() if event == "mutable"]
+    assert (fields["tensor"], fields["policy"], fields["reason"]) == ("state", policy, made.placement.reason)
+    assert fields["mode"] == "versioned"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are for Linux")
+def test_required_of_processes() -> None:
+    """Processes refuse a required policy with the decision."""
+    with ActorSystem("processes") as system, pytest.raises(q4.UnifiedMemoryError, match="one process") as caught:
+        system.mutable(torch.zeros(4), name="state", unified_memory="require_unified")
+    assert (caught.value.details["decision"].action, system.clock) == ("refused", 0)
 
 
 def test_preferred_falls_back() -> None:

@@ -16,7 +16,7 @@ from q4core.plugin_api import emit, resolve_device
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["mutable", "refuse_required"]
+__all__ = ["decide_for_processes", "mutable", "record"]
 
 
 def mutable(  # noqa: PLR0913  # the options of one call
@@ -58,7 +58,7 @@ def mutable(  # noqa: PLR0913  # the options of one call
     target = resolve_device(config, tensor.device)
     asked = None if providers is None else list(providers)
     policy = config.unified_memory or q4.UnifiedMemoryPolicy.DISABLED
-    placed, decision = memory.apply_mutable_policy(tensor, policy, device=target, providers=asked)
+    placed, decision = memory.apply_mutable_policy(tensor, policy, device=target, providers=asked, name=name)
     is_promoted = decision.action == "promoted"
     if not is_promoted and placed.device != target:
         placed = placed.to(target)
@@ -71,21 +71,37 @@ def mutable(  # noqa: PLR0913  # the options of one call
         view = getattr(owner, "dual_view", None)
         sides = None if view is None else view(placed)
     made = MutableTensor(placed, mode=wanted, name=name, copy=False, sides=sides, version=version)
-    made.placement = decision
-    emit("q4.actor.mutable", tensor=name, mode=wanted.value, device=str(made.device), **attrs.asdict(decision))
+    record(made, decision)
     return made
 
 
-def refuse_required(
+def record(made: MutableTensor, decision: q4.MemoryDecision) -> None:
+    """Keep a decision on the tensor that it is about, and send it as an event."""
+    made.placement = decision
+    fields = {**attrs.asdict(decision), "policy": decision.policy.value}
+    emit("q4.actor.mutable", tensor=made.name, mode=made.mode.value, device=str(made.device), **fields)
+
+
+def decide_for_processes(
     name: str, unified_memory: q4.UnifiedMemoryPolicy | str | None, device: torch.device | str | None = None
-) -> None:
-    """Refuse a policy that requires memory which processes can't share, and a device that is not the CPU."""
+) -> q4.MemoryDecision:
+    """Return what becomes of a policy where processes share the tensor.
+
+    Raises:
+        ConfigError: The device is not the CPU.
+        UnifiedMemoryError: Required.
+    """
+    label = f"mutable tensor {name!r}"
     if device is not None and torch.device(device).type != "cpu":
-        label = f"mutable tensor {name!r}"
         raise q4.ConfigError(
             label, name="device", rule="'cpu' but on threads", value=str(device), hint='Use runtime="threads".'
         )
-    config = q4.resolve_config(q4.SessionConfig(unified_memory=unified_memory))
-    if config.unified_memory is q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED:
-        text = f"mutable tensor {name!r} can't lie in unified memory: that belongs to one process"
-        raise q4.UnifiedMemoryError(text, hint='Use runtime="threads", or ask for prefer_unified.')
+    policy = q4.resolve_config(q4.SessionConfig(unified_memory=unified_memory)).unified_memory
+    if policy is None or policy is q4.UnifiedMemoryPolicy.DISABLED:
+        return q4.MemoryDecision(q4.UnifiedMemoryPolicy.DISABLED, "left", "the policy is DISABLED")
+    reason = "unified memory belongs to one process, and several share this tensor"
+    if policy is q4.UnifiedMemoryPolicy.PREFER_UNIFIED:
+        return q4.MemoryDecision(policy, "fallback", reason)
+    decision = q4.MemoryDecision(policy, "refused", reason)
+    hint = 'Use runtime="threads", or ask for prefer_unified.'
+    raise q4.UnifiedMemoryError(f"{label} can't lie there: {reason}", hint=hint, decision=decision)

@@ -27,7 +27,7 @@ from q4_actors.backoff import Watch
 from q4_actors.errors import ActorDeadError, ActorError, MessageError
 from q4_actors.mailbox import FRAME, LOOK_S, Frame, Kind, Page, Post, State, dumps
 from q4_actors.memory_report import memory_of
-from q4_actors.placing import refuse_required
+from q4_actors.placing import decide_for_processes, record
 from q4_actors.segment import FOLDER
 from q4_actors.shared import SharedMutableTensor
 from q4_actors.sharing import InSegment, SharedWeight, share_by
@@ -333,8 +333,9 @@ class Processes:
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> SharedMutableTensor:
         """Return a tensor in shared memory."""
-        refuse_required(name, options.pop("unified_memory", None), options.pop("device", None))
+        decision = decide_for_processes(name, options.pop("unified_memory", None), options.pop("device", None))
         made = SharedMutableTensor(tensor, name=name, version=version, **options)
+        record(made, decision)
         self._note_segment(made.segment)
         return made
 

@@ -23,7 +23,7 @@ import torch
 import q4core as q4
 from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
 from q4_actors.errors import ActorError
-from q4_actors.placing import refuse_required
+from q4_actors.placing import decide_for_processes, record
 from q4_actors.snapshot import MutableStats, Snapshot
 from q4_actors.tensor import MutableTensor
 
@@ -196,12 +196,13 @@ class RayTensor(MutableTensor):
         label = label_of(name)
         if to_mode(label, mode) is not MutableMode.VERSIONED:
             raise q4.ConfigError(label, name="mode", rule="'versioned' on Ray", value=mode)
-        refuse_required(name, unified_memory, device)
+        decision = decide_for_processes(name, unified_memory, device)
         check_content(label, tensor, copy=True)
         if tensor.device.type != "cpu":
             raise q4.InputError(label, name="tensor", rule="on the CPU", value=str(tensor.device))
         made = cls(hub, name, (tensor.dtype, tuple(tensor.shape)))
         made.call("add", _sent(tensor), version)
+        record(made, decision)
         return made
 
     @property
