@@ -120,9 +120,10 @@ def test_perplexity_against_a_plain_sum(tiny_llama: Path) -> None:
         assert found.tokens == len(numbers) - 1
         assert found.loss == pytest.approx(expected, rel=1e-9)
         assert (found.kl_divergence, found.equal_next_tokens) == (0.0, 1.0)
+        assert measure_perplexity(model, text).loss == pytest.approx(expected, rel=1e-9)  # of the whole context
         assert measure_perplexity(model, text, window=2).tokens == len(numbers) // 2
         with pytest.raises(q4.InputError, match="from 2 to 48"):
-            measure_perplexity(model, text)
+            measure_perplexity(model, text, window=49)
         with pytest.raises(q4.InputError, match="at least two tokens"):
             measure_perplexity(model, "a", window=8)
 
@@ -138,7 +139,7 @@ def test_commands(write_llama: Any, tmp_path: Path) -> None:
     assert len(told.stdout.splitlines()) >= sum(1 for answer in answers if answer)
     text = tmp_path / "text.txt"
     text.write_text("the thing in a thing " * 3, encoding="utf-8")
-    shown = invoke("perplexity", str(path), str(text), "--window", "32", "--against", "exact").stdout
+    shown = invoke("perplexity", str(path), str(text), "--against", "exact").stdout  # by a window of 160, not 512
     assert "nats per token" in shown
     assert "KL divergence" in shown
     text.write_bytes(b"\xff\xfe\x00")

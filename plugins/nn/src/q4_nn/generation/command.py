@@ -194,7 +194,9 @@ def perplexity(  # noqa: PLR0913  # one argument per option
     file: File,
     text: Annotated[Path, typer.Argument(help="A text file in UTF-8.")],
     *,
-    window: Annotated[int, typer.Option(help="Tokens that are read at once.")] = 512,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens that are read at once; 512, or the model's context if shorter.")
+    ] = None,
     against: Annotated[q4.ActivationPrecision | None, typer.Option(help="Compare with this one.")] = None,
     device: Device = None,
     backend: Backend = None,

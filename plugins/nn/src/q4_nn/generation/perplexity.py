@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Perplexity", "measure_perplexity"]
 
+_WINDOW = 512
+
 
 @attrs.frozen
 class Perplexity:
@@ -39,20 +41,21 @@ class Perplexity:
 
 
 def measure_perplexity(
-    model: LanguageModel, text: str, *, window: int = 512, reference: LanguageModel | None = None
+    model: LanguageModel, text: str, *, window: int | None = None, reference: LanguageModel | None = None
 ) -> Perplexity:
     """Return how well a model predicts a text, piece by piece; nothing is seen across the pieces' ends.
 
     Args:
         model: The model.
         text: The text.
-        window: Tokens of a piece.
+        window: Tokens of a piece. Defaults to 512, or to the model's context where that is shorter.
         reference: A model over the same vocabulary to compare with, such as the same file in another precision.
 
     Raises:
         InputError: The text has fewer than two tokens, or the window is not between 2 and the model's context.
     """
     limit = model.decoder.config.max_position_embeddings
+    window = min(_WINDOW, limit) if window is None else window
     if not 2 <= window <= limit:  # noqa: PLR2004  # one to see, one to predict
         raise InputError("perplexity", name="window", rule=f"from 2 to {limit}, the model's context", value=window)
     numbers = model.tokenizer.encode(text)
