@@ -231,7 +231,8 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     """
     model = metadata.text("tokenizer.ggml.model")
     if model != "gpt2":
-        metadata.fail("tokenizer.ggml.model", "'gpt2' (byte-level BPE), the only kind that is served", model)
+        hint = "q4_nn.load_model opens the model alone; its Hugging Face folder has a tokenizer.json, which is served."
+        metadata.fail("tokenizer.ggml.model", "'gpt2' (byte-level BPE), the only kind that is served", model, hint)
     pre = metadata.text("tokenizer.ggml.pre", default="gpt-2")
     if pre not in _RECIPES:
         metadata.fail("tokenizer.ggml.pre", f"one of {', '.join(sorted(_RECIPES))}", pre)
