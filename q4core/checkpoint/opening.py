@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from q4core.checkpoint.files import open_regular, require_regular
 from q4core.checkpoint.opened import Checkpoint
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.diagnostics.events import warn_once
+from q4core.diagnostics.events import emit, warn_once
 from q4core.errors import (
     PLUGIN_FAULTS,
     CheckpointError,
@@ -67,7 +69,17 @@ def open_by(
     except Q4Error:
         opened.close()
         raise
+    emit("q4.open", level=logging.INFO, reader=opened.reader, **_facts(opened))
     return opened
+
+
+def _facts(opened: Checkpoint) -> dict[str, Any]:
+    """Return what was decided about a file: which layers are read in which dialects, and which are not."""
+    layers = collections.Counter(f"{layer.format} as {layer.dialect}" for layer in opened.schema.layers.values())
+    unread = collections.Counter(problem.type for problem in opened.schema.unsupported)
+    return {
+        "path": str(opened.path), "layers": dict(layers), "dense": len(opened.dense), "unread": dict(unread),
+    }  # fmt: skip
 
 
 def _open(

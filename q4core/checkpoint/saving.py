@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import attrs
 import torch
 
 from q4core.checkpoint.opening import way_to
+from q4core.diagnostics.events import emit
 from q4core.errors import CheckpointError
 from q4core.weight import PackedWeight
 
@@ -50,7 +52,10 @@ def save_by(
         reason = error.strerror or str(error)
         raise CheckpointError(_WHAT, name="file", rule="writable", value=reason, where=str(target)) from error
     if len(fitting) == 1:
-        return fitting[0].write(target, checked, attrs.evolve(request, dense=dense))
+        written = fitting[0].write(target, checked, attrs.evolve(request, dense=dense))
+        facts = {"writer": fitting[0].name, "dialect": request.dialect, "layers": len(checked), "dense": len(dense)}
+        emit("q4.save", level=logging.INFO, path=str(written), lossy=request.lossy, **facts)
+        return written
     names = ", ".join(writer.name for writer in fitting or known)
     rule = "a file or folder that exactly one installed writer takes"
     value = names if fitting else f"none of {names}" if known else f"{target.name}, and no writer is installed"

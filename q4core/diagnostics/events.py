@@ -125,8 +125,8 @@ def _depth_of_caller() -> int:
     return depth
 
 
-def set_up_logging(wish: str) -> None:
-    """Send q4core's events to stderr as ``Q4_LOG`` asks: ``json`` or ``console``, and a level, in any order.
+def parse_log(wish: str) -> list[str]:
+    """Return the words of ``Q4_LOG``: ``json`` or ``console``, and a level, in any order.
 
     Raises:
         ConfigError: A word is neither.
@@ -134,7 +134,14 @@ def set_up_logging(wish: str) -> None:
     words = [part.strip().lower() for part in wish.split(",") if part.strip()]
     if not _FORMATS | _LEVELS.keys() >= set(words):
         legal = ", ".join(sorted(_FORMATS | _LEVELS.keys()))
-        raise ConfigError("environment variable Q4_LOG", name="Q4_LOG", rule=f"words among {legal}", value=wish)
+        what, hint = "environment variable Q4_LOG", "Correct or unset Q4_LOG."
+        raise ConfigError(what, name="Q4_LOG", rule=f"words among {legal}", value=wish, hint=hint)
+    return words
+
+
+def set_up_logging(wish: str) -> None:
+    """Send q4core's events to stderr as ``Q4_LOG`` asks; errors are those of ``parse_log``."""
+    words = parse_log(wish)
     level = next((_LEVELS[word] for word in reversed(words) if word in _LEVELS), logging.INFO)
     logger = logging.getLogger(LOGGER_NAME)
     handler = logging.StreamHandler(sys.stderr)

@@ -143,8 +143,8 @@ def refuse_inside_trace(what: str, hint: str) -> None:
         raise LifecycleError(f"{what} inside a trace or a capture", hint=hint)
 
 
-def tell_selection(selection: Selection, name: str | None, format_: str) -> None:
-    """Send what serves a weight as events, and warn once of a fallback."""
+def emit_selection(selection: Selection, name: str | None, format_: str) -> None:
+    """Send what serves a weight as events."""
     reason = selection.fallback_reason
     emit(
         "q4.select",
@@ -161,6 +161,12 @@ def tell_selection(selection: Selection, name: str | None, format_: str) -> None
     )
     if reason is not None:
         emit("q4.fallback", level=logging.WARNING, layer=name, backend=selection.backend, reason=reason)
+
+
+def tell_selection(selection: Selection, name: str | None, format_: str) -> None:
+    """Send what serves a weight as events, and warn once of a fallback."""
+    emit_selection(selection, name, format_)
+    if (reason := selection.fallback_reason) is not None:
         warn_once((format_, reason), Q4FallbackWarning, f"{format_}: {reason}")
 
 

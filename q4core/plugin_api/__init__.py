@@ -16,9 +16,10 @@ from q4core.checkpoint.files import (
 from q4core.checkpoint.opening import find_layers
 from q4core.codec import decode_rows
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.diagnostics.events import emit, warn_once
+from q4core.diagnostics.events import emit, muted, parse_log, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name, counted
 from q4core.formats import FLOATS
+from q4core.layers.preparation import emit_selection
 from q4core.machine import is_plain_call
 from q4core.plugins.discovery import plugin_of_command
 from q4core.schema import MARKER as DIALECT_KEY
@@ -34,13 +35,16 @@ __all__ = [
     "decode_rows",
     "describe_exception",
     "emit",
+    "emit_selection",
     "find_dialect",
     "find_layers",
     "is_plain_call",
     "is_there",
     "map_privately",
+    "muted",
     "open_regular",
     "parse_json",
+    "parse_log",
     "plugin_of_command",
     "read_config",
     "read_object",

@@ -70,6 +70,11 @@ class Problem:
     rule: str
     value: object = attrs.field(default=None, hash=False, eq=repr)
 
+    @property
+    def type(self) -> str:
+        """What the layer is stored as, such as ``Q5_0`` or ``gptq``, for counts; the rule where that is not known."""
+        return self.value if isinstance(self.value, str) else f"not {self.rule}"
+
     def __str__(self) -> str:
         """Return one line: key, rule, value, code."""
         got = "" if self.value is None else f", got {self.value!r}"

@@ -185,6 +185,24 @@ def test_slips_get_the_closest_name(words: str, closest: str, capsys: pytest.Cap
     assert repr(closest) in message[0] + message[2]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "a\0b"],
+        ["explain", "a\0b"],
+        ["bench", "a\0b"],
+        ["quantize", "a\0b", "x", "--format", "nf4"],
+        ["quantize", "dense.safetensors", "a\0b", "--format", "nf4"],
+        ["convert", "packed.safetensors", "a\0b", "--dialect", "simple-nf4", "--lossy"],
+    ],
+    ids=lambda words: " ".join(words).replace("\0", "NUL"),
+)
+def test_nul_in_a_path_is_bad_input(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A path that the system can't take is refused wherever a command takes one."""
+    assert run([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "checkpoint"
+
+
 def test_message_names_file_rule_and_value(capsys: pytest.CaptureFixture[str]) -> None:
     """The fields of the error reach the document: what, where, rule, value."""
     run(["inspect", "truncated.safetensors", "--json"])

@@ -215,3 +215,10 @@ def test_a_limit_that_is_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("Q4_CACHE_LIMIT", "much")
     with pytest.raises(q4.ConfigError, match="Q4_CACHE_LIMIT"):
         open_store("somewhere")
+
+
+@pytest.mark.parametrize("cache", ["", "a\0b", None])
+def test_a_cache_that_is_no_folder(cache: Any) -> None:
+    """What no folder can be called is refused, NUL too."""
+    with pytest.raises(q4.ConfigError, match="'auto', 'off' or a folder"):
+        open_store(cache)

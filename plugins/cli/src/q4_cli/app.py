@@ -22,7 +22,7 @@ from q4_cli.failure import BROKEN_PIPE, INTERRUPTED, tell
 from q4_cli.inspect import inspect
 from q4_cli.output import warn, warnings_on_stderr
 from q4_cli.quantize import quantize
-from q4core.plugin_api import plugin_of_command
+from q4core.plugin_api import muted, parse_log, plugin_of_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -112,8 +112,15 @@ def run(arguments: Sequence[str], *, registry: q4.Registry | None = None) -> int
 
 def _call(words: list[str], registry: q4.Registry | None) -> int:
     is_doctor = words[0] == "doctor"
+    try:
+        parse_log(os.environ.get("Q4_LOG", ""))
+        quiet: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    except q4.ConfigError:
+        if not is_doctor:  # which lists it among the problems
+            raise
+        quiet = muted()
     hidden = (q4.Q4PluginWarning,) if is_doctor else ()  # doctor tells what is wrong with plugins anyway
-    with _terminable(), warnings_on_stderr(*hidden):
+    with quiet, _terminable(), warnings_on_stderr(*hidden):
         if registry is None:
             # The plugin that announces the command, alone, so that no other one can take it away by crashing.
             announced = plugin_of_command(words[0], os.environ)

@@ -13,7 +13,7 @@ import torch
 
 import q4core as q4
 from q4core.memory import is_turned_off
-from q4core.plugin_api import closest_name
+from q4core.plugin_api import closest_name, parse_log
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -60,7 +60,7 @@ def environment_facts(environment: Mapping[str, str] | None = None) -> tuple[dic
         close = closest_name(name, VARIABLES)
         meant = f"; did you mean {close}?" if close else ""
         problems.append(f"nothing here reads the environment variable {name}{meant}")
-    for resolve in (q4.resolve_config, is_turned_off):
+    for resolve in (q4.resolve_config, is_turned_off, lambda environment: parse_log(environment.get("Q4_LOG", ""))):
         try:
             resolve(environment=variables)
         except q4.ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,8 @@ import q4core as q4
 from q4_cli import options
 from q4_cli.failure import CANT_SERVE, describe
 from q4_cli.files import open_file
-from q4_cli.output import natural_key, open_output, say, say_first, say_path
-from q4core.plugin_api import counted
+from q4_cli.output import natural_key, open_output, say, say_path, say_unread, unread_types
+from q4core.plugin_api import counted, emit, emit_selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -40,7 +41,10 @@ def explain(  # noqa: PLR0913  # one argument per option
     dialect: options.Dialect = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show which backend and paths would run each layer here, and why each other one would not."""
+    """Show which backend and paths would run each layer here, and why each other one would not.
+
+    Ends with 1 where a layer has no backend or can't be read.
+    """
     rows = options.parse_rows(m)
     config = options.resolve_config(
         device=device,
@@ -54,11 +58,15 @@ def explain(  # noqa: PLR0913  # one argument per option
         with output.progress("asking", len(checkpoint)) as step:
             layers, refusal = _explain_layers(checkpoint, config, rows, prove=prove, step=step)
         record: dict[str, Any] = {"file": file, "m": rows, "config": config, "layers": layers}
-        record["unsupported"] = [str(problem) for problem in checkpoint.schema.unsupported]
+        record["unsupported"] = [
+            {"key": problem.key, "type": problem.type, "rule": problem.rule}
+            for problem in checkpoint.schema.unsupported
+        ]
+        record["unread"] = unread_types(record["unsupported"])
         if refusal is not None:
             record["error"] = describe(refusal)[1]
         output.answer(record, lambda console: _show(console, record, show_all=show_all))
-    if refusal is not None:
+    if refusal is not None or record["unread"]:
         raise typer.Exit(CANT_SERVE)
 
 
@@ -87,9 +95,15 @@ def _explain_layers(
                 proved.add(request)
                 with q4.Session(config, registry=registry) as session:
                     session.linear(weight, m=m)
-            layers.append(record | q4.select(request, config, registry=registry).to_dict())
+            selection = q4.select(request, config, registry=registry)
+            emit_selection(selection, name, weight.format.name)
+            layers.append(record | selection.to_dict())
         except q4.BackendUnavailableError as error:
             first = first or error
+            why = [str(item) for item in error.rejections]
+            emit(
+                "q4.select", level=logging.WARNING, layer=name, format=weight.format.name, backend=None, rejections=why
+            )
             layers.append(record | _refusal(request, config, error))
         del weight
         step(name)
@@ -121,11 +135,12 @@ def _show(console: Console, record: Mapping[str, Any], *, show_all: bool) -> Non
         groups.setdefault(layer["layer"] if show_all else repr(sorted(same.items())), []).append(layer)
     for group in groups.values():
         _show_group(console, group)
-    say_first(console, record["unsupported"], label="can't be read: ")
+    unread = say_unread(console, record["unsupported"])
     refused = sum(1 for layer in layers if layer["backend"] is None)
     total = counted(len(layers), "packed layer") if layers else "no 4-bit layer"
     end = f", {refused} of them without a backend" if refused else ""
-    say(console, (f"{total}{end}", "bold red" if refused else "bold"))
+    end += f"; {unread}" if unread else ""
+    say(console, (f"{total}{end}", "bold red" if end else "bold"))
 
 
 def _show_group(console: Console, group: list[Mapping[str, Any]]) -> None:

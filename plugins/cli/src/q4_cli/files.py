@@ -36,7 +36,7 @@ def open_file(file: str, *, dialect: str | None = None) -> q4.Checkpoint:
 def require_readable(checkpoint: q4.Checkpoint, what: str) -> None:
     """Refuse to rewrite a checkpoint of which a part can't be read."""
     for problem in checkpoint.schema.unsupported:
-        hint = f"{problem}, for example; it could not be copied."
+        hint = f"{problem}, for example, and can't be copied. Pack the original weights by `q4 quantize` instead."
         raise q4.CheckpointError(what, name="IN", rule="readable as a whole", where=str(checkpoint.path), hint=hint)
 
 
@@ -58,6 +58,8 @@ class Target:
         if out in {"-", ""}:
             refuse("a file or a folder", out, "A checkpoint is written out of order, which a pipe can't take.")
         path = Path(out)
+        if "\0" in out:
+            refuse("a name that the system takes", out, "Leave the NUL character out.")
         try:
             existed = path.exists()
             is_folder = path.is_dir() if existed else path.suffix != SUFFIX

@@ -10,7 +10,17 @@ import q4core as q4
 from q4_cli import options  # noqa: TC001  # typer reads annotations at run time
 from q4_cli.failure import BAD_INPUT, describe
 from q4_cli.files import open_file
-from q4_cli.output import bytes_text, first_of, natural_key, open_output, print_table, say, say_first, to_plain
+from q4_cli.output import (
+    bytes_text,
+    first_of,
+    natural_key,
+    open_output,
+    print_table,
+    say,
+    say_unread,
+    to_plain,
+    unread_types,
+)
 from q4core.plugin_api import counted
 
 if TYPE_CHECKING:
@@ -69,6 +79,7 @@ def _record(file: str, schema: q4.Schema, checkpoint: q4.Checkpoint | None) -> d
             "weights": weights,
             "packed_bytes": packed,
             "bits_per_weight": round(8 * packed / weights, 4) if weights else None,
+            "unread": unread_types(_problem_facts(schema.unsupported)),
             "dense_tensors": len(schema.dense),
             "dense_bytes": sum(info.nbytes for info in infos.values()),
             "formats": sorted({layer["format"] for layer in layers}),
@@ -137,7 +148,10 @@ def dense_totals(infos: Iterable[q4.TensorInfo]) -> list[dict[str, Any]]:
 
 
 def _problem_facts(problems: Iterable[q4.Problem]) -> list[dict[str, Any]]:
-    return [{"code": item.code, "key": item.key, "rule": item.rule, "value": to_plain(item.value)} for item in problems]
+    return [
+        {"code": item.code, "key": item.key, "type": item.type, "rule": item.rule, "value": to_plain(item.value)}
+        for item in problems
+    ]
 
 
 def _shortened(value: Any) -> Any:
@@ -157,11 +171,7 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
             notes.setdefault(note, []).append(layer["name"])
     for note, names in notes.items():
         say(console, (f"note: {note} ({first_of(names)})", "yellow"))
-    unread = [
-        f"{item['key']} must be {item['rule']}" + ("" if item["value"] is None else f", got {item['value']!r}")
-        for item in record["unsupported"]
-    ]
-    say_first(console, unread, label="can't be read: ")
+    unread = say_unread(console, record["unsupported"])
     totals = record["totals"]
     text = "no layer that can be read" if unread else "no 4-bit layer"
     if layers:
@@ -169,7 +179,7 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
         size = f"{bytes_text(totals['packed_bytes'])}{'' if bits is None else f', {bits:.2f} bits each'}"
         text = f"{counted(totals['layers'], 'packed layer')}, {counted(totals['weights'], 'weight')}: {size} "
         text += f"({', '.join(totals['formats'])}; {', '.join(totals['dialects'])})"
-        text += f"; {counted(len(unread), 'layer')} can't be read" if unread else ""
+    text += f"; {unread}" if unread else ""
     say(console, (text, "bold"))
     by_dtype = record["dense"]["by_dtype"]
     kinds = ", ".join(f"{item['count']} {item['dtype']} ({bytes_text(item['nbytes'])})" for item in by_dtype)

@@ -5,6 +5,7 @@ Progress, warnings, logs and whatever a library prints go to stderr.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 import json
@@ -44,7 +45,9 @@ __all__ = [
     "say",
     "say_first",
     "say_path",
+    "say_unread",
     "to_plain",
+    "unread_types",
     "warn",
     "warnings_on_stderr",
 ]
@@ -54,6 +57,7 @@ _PIPE_WIDTH = 1 << 14
 _MOST_ROWS = 2000
 """For so many rows rich takes about a second."""
 _MOST_LINES = 20
+_INSTEAD = "pack the original weights by `q4 quantize`, or take a file in a format that `q4 doctor` lists"
 _LEAST_NAME = 16
 _GAP = 2
 """Cells between columns: one of padding and the divider."""
@@ -113,6 +117,29 @@ def say_first(console: Console, lines: Sequence[str], *, label: str, style: str 
         say(console, (line, style), label=(label, style))
     if len(lines) > _MOST_LINES:
         say(console, f"… and {len(lines) - _MOST_LINES:,} more; --json lists all", label=(label, style))
+
+
+def say_unread(console: Console, problems: Sequence[Mapping[str, Any]]) -> str | None:
+    """Print what can't be read, by type, with what to do instead, and return how much it is; None where all is read.
+
+    Each of the problems has ``type``, ``key`` and ``rule``.
+    """
+    if not problems:
+        return None
+    groups: dict[tuple[str, str], list[str]] = {}
+    for item in problems:
+        groups.setdefault((item["type"], item["rule"]), []).append(item["key"])
+    by_size = sorted(groups.items(), key=lambda group: -len(group[1]))
+    lines = [f"{kind}: {first_of(keys)} must be {rule}" for (kind, rule), keys in by_size]
+    say_first(console, lines, label="can't be read: ")
+    say(console, _INSTEAD, label="instead: ")
+    counts = ", ".join(f"{kind} ({count:,})" for kind, count in unread_types(problems).items())
+    return f"{len(problems):,} can't be read: {counts}"
+
+
+def unread_types(problems: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return how many of the problems are of each type, the most first."""
+    return dict(collections.Counter(item["type"] for item in problems).most_common())
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,7 +14,7 @@ from q4_safetensors.shard import Shard
 from q4_safetensors.staging import Staging, sync
 from q4_safetensors.target import FOREIGN_SUFFIXES, INDEX, SINGLE, Target
 from q4core import CheckpointError, DialectError, OpenRequest, SchemaError, WeightError, WeightSpec
-from q4core.plugin_api import DIALECT_KEY, find_dialect, find_layers, read_object
+from q4core.plugin_api import DIALECT_KEY, emit, find_dialect, find_layers, read_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,9 +96,10 @@ class _Writer:
             ) from error
         try:
             layer = self._dialect.write(module, weight)
-        except DialectError:
+        except DialectError as error:
             if not self._request.lossy:
                 raise
+            emit("q4.approximate", level=logging.WARNING, layer=module, dialect=self._dialect.name, why=error.summary)
             weight = self._dialect.approximate(weight)
             layer = self._dialect.write(module, weight)
         shard, layers, _ = self._shard_for(sum(item.numel() * item.element_size() for item in layer.tensors.values()))

@@ -43,9 +43,9 @@ def open_store(cache: str | os.PathLike[str] = "auto") -> Store | None:
         ConfigError: ``cache`` is something else, or below the home folder of a user who has none; or
             ``Q4_CACHE_LIMIT`` is no size such as 20GB.
     """
-    if not isinstance(cache, (str, os.PathLike)) or not os.fspath(cache):
+    told = os.fspath(cache) if isinstance(cache, (str, os.PathLike)) else ""
+    if not told or "\0" in told:
         raise ConfigError("cache", name="cache", rule="'auto', 'off' or a folder", value=cache)
-    told = os.fspath(cache)
     if told == "auto":
         told = os.environ.get("Q4_CACHE") or "auto"
     if told == "off":
@@ -143,7 +143,7 @@ class Store:
     def prune(self, limit_bytes: int, *, keep: Path | None = None) -> list[Entry]:
         """Remove the least recently used files until the others take at most so many bytes, and return those.
 
-        What killed writers left goes in any case. Processes that have a removed file mapped keep it until they close it.
+        What killed writers left goes as well. Processes that have a removed file mapped keep it until they close it.
         ``keep`` and what is being written count for nothing and stay.
         """
         left, removed = limit_bytes, []
