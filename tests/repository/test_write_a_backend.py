@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from q4_conformance import Query
+from q4_conformance.execution.isolated import due_cases
 from tests.support.limits import scaled
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +100,18 @@ def test_a_program_may_judge_and_certify(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(from q4_conformance.*?)^```", text, re.DOTALL | re.MULTILINE)
     (tmp_path / "hello.py").write_text(program.replace("example-backend", "dequant-fallback"), encoding="utf-8")
     assert run(tmp_path, "hello.py") == "True partial\n"
+
+
+def test_the_cases_of_the_example_are_counted_as_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page has as many cases as the example's manifest makes due, and as it leaves undeclared; soak runs them."""
+    monkeypatch.setenv("Q4_PLUGIN_MODULES", "q4_example_backend")
+    monkeypatch.syspath_prepend(ROOT / "examples/q4-example-backend/src")
+    due, undeclared = due_cases(Query(name="example-backend"))
+    page = (GUIDE / "certify.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^not declared: (.*), (\d+) cases$", page, re.MULTILINE)
+    assert {reason: int(count) for reason, count in shown} == collections.Counter(undeclared.values())
+    assert re.findall(r"^nf4 +(\d+) +(\d+)$", page, re.MULTILINE) == [(str(len(due)),) * 2]
+    assert f"{len(due)} of {len(due)} required cases passed; {len(undeclared)} others" in page
 
 
 @pytest.mark.slow
