@@ -183,6 +183,62 @@ def test_it_stops_at_what_is_not_finite(what: str, limit: float | None) -> None:
     assert all(map(torch.equal, seen[-1], model.parameters()))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_buffers_are_as_before_what_is_not_finite(accumulate: int) -> None:
+    """After a loss that is not finite, running means and counts are those before the step, as the weights are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2), nn.BatchNorm1d(2, momentum=None))
+    x = torch.randn(40, 6)
+    x[33] = float("nan")
+    batches = [(x[start : start + 4], x[start : start + 4, :2]) for start in range(0, 40, 4)]
+    trainer = Trainer(model, sgd(model), nn.MSELoss(), accumulate=accumulate)
+    good = len(batches) - 2  # the last but one is bad
+    trainer.fit(batches[:good])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(TrainingError, match="Weights and buffers are as before"):
+        trainer.fit(batches[good:], epochs=2)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert int(before["0.num_batches_tracked"]) == good
+    assert model.eval()(torch.zeros(1, 6)).isfinite().all()
+
+
+def test_a_plateau_is_seen_by_epochs(tmp_path: Path) -> None:
+    """``ReduceLROnPlateau`` moves on behind each epoch by its mean loss, over an interruption too."""
+    seen: list[float] = []
+
+    class Schedule(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]  # as torch's own
+            seen.append(metrics)
+            super().step(1.0, epoch)  # never better than the first
+
+    def trainer() -> tuple[Trainer, Any]:
+        model, loader = small()
+        optimizer = sgd(model)
+        schedule = Schedule(optimizer, patience=1, factor=0.5)
+        return Trainer(model, optimizer, nn.MSELoss(), scheduler=schedule, checkpoint=tmp_path / "run.pt"), loader
+
+    first, loader = trainer()
+    assert first.fit(loader, epochs=2).epoch_losses == seen
+    assert first.optimizer.param_groups[0]["lr"] == 0.05
+    second, loader = trainer()
+    assert second.fit(loader, epochs=3, resume=True).epoch_losses == seen
+    assert second.optimizer.param_groups[0]["lr"] == 0.025
+
+
+def test_schedulers_that_ask_for_more_are_refused() -> None:
+    """What can't move on without arguments is refused before the first update."""
+    model, _ = small()
+    optimizer = sgd(model)
+
+    class Asking:
+        def step(self, metrics: Any) -> None:
+            raise AssertionError(metrics)
+
+    for scheduler in (Asking(), object(), 3):
+        with pytest.raises(q4.InputError, match=r"scheduler must be one whose step\(\) takes no argument"):
+            Trainer(model, optimizer, nn.MSELoss(), scheduler=scheduler)
+
+
 BAD: dict[str, tuple[Callable[[nn.Module, Any], object], str]] = {
     "empty loader": (lambda model, _: Trainer(model, sgd(model), nn.MSELoss()).fit([]), "at least one batch"),
     "no loss": (lambda model, _: Trainer(model, sgd(model)), "loss must be given, or step"),
@@ -223,7 +279,7 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
             Trainer(model, sgd(model), nn.MSELoss(), checkpoint=path).fit(loader, resume=True)
     path.write_bytes(whole)
     adam = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias]}])
-    with pytest.raises(q4.CheckpointError, match="optimizer must be that of this training"):
+    with pytest.raises(q4.CheckpointError, match="optimizer must be SGD, got 'AdamW'"):
         Trainer(model, adam, nn.MSELoss(), checkpoint=path).fit(loader, resume=True)
     assert all(map(torch.equal, before, model.parameters()))
 

@@ -35,7 +35,8 @@ from q4_nn.registry.builders import build_cnn, build_mlp, build_rnn, build_trans
 from q4_nn.registry.description import build, describe
 from q4_nn.registry.layer_type import LayerExample, LayerType, layer_types, make
 from q4_nn.trainer.instrument import Costs, LayerCost, instrument
-from q4_nn.trainer.loop import EarlyStop, State, Trainer, TrainingError
+from q4_nn.trainer.loop import Trainer, TrainingError
+from q4_nn.trainer.state import EarlyStop, State
 from q4_nn.training import (
     STEConv2d,
     STELinear,

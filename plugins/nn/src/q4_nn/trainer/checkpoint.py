@@ -1,7 +1,14 @@
-"""Checkpoints of a training: everything that resuming needs, in one file that is written at once and whole."""
+"""Checkpoints of a training: everything that resuming needs, in one file that is written at once and whole.
+
+It is a file of ``torch.save``, whose zip comment is ``sha256`` and the digest of all bytes before it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import glob
+import hashlib
 import os
 import pickle
 import random
@@ -16,10 +23,13 @@ from q4core import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import IO
 
 __all__ = ["gather_states", "load_states", "restore_random", "save_states", "take_random"]
 
-_VERSION = 1
+_VERSION = 2
+_ENDING = ".tmp"
+_COMMENT_BYTES = len("sha256 ") + 2 * hashlib.sha256().digest_size
 
 
 def take_random(loader: Any) -> dict[str, Any]:
@@ -95,55 +105,115 @@ def _shared_as(own: Any, value: Any) -> Any:
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
 
 
-def save_states(path: Path, states: Mapping[str, Any], told: Mapping[str, Any]) -> None:
-    """Write what ``gather_states`` returned, and plain values beside it; an older file stays until this one is whole.
+def save_states(path: Path, parts: Mapping[str, Any], states: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+    """Write what ``gather_states`` returned of some parts, and plain values; an older file stays until this is whole.
 
     Raises:
-        OSError: It can't be written.
+        CheckpointError: It can't be written.
     """
-    content = {"version": _VERSION, **told, "parts": dict(states)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    temporary.replace(path)
-
-
-def load_states(path: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Give some parts their states back, and return the plain values beside them.
-
-    Nothing is changed where the file is not what it should be; no code of it is run.
-
-    Raises:
-        CheckpointError: The file is damaged, or of another model; it names what is missing or differs.
-    """
+    content = {"version": _VERSION, **plain, "kinds": _kinds(parts), "parts": dict(states)}
+    prefix = f".{path.name}."
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        states = content["parts"]
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        value = f"{type(error).__name__}: {error}"
-        raise _refusal(path, "file", "a whole checkpoint of a training", value) from error
-    if content.get("version") != _VERSION:
-        raise _refusal(path, "version", str(_VERSION), content.get("version"))
-    if set(states) != set(parts):
-        raise _refusal(path, "parts", ", ".join(sorted(parts)), ", ".join(sorted(states)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, suffix=_ENDING, delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                began = temporary.stat().st_mtime
+                torch.save(content, file)
+                _append_digest(file)
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        temporary.replace(path)
+    except (OSError, RuntimeError, AttributeError, TypeError, pickle.PicklingError) as error:
+        # RuntimeError is torch's where the disk is full, and the last ones are those of states that can't be pickled.
+        raise CheckpointError(f"the training checkpoint can't be written: {error}", where=str(path)) from error
+    for other in path.parent.glob(f"{glob.escape(prefix)}{'?' * 8}{_ENDING}"):
+        with contextlib.suppress(OSError):
+            if other.stat().st_mtime < began:  # of a process that was killed while it wrote
+                other.unlink()
+
+
+def _kinds(parts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the classes of all parts but the model, which is known by its tensors."""
+    return {name: type(part).__name__ for name, part in parts.items() if name != "model"}
+
+
+def _append_digest(file: IO[bytes]) -> None:
+    end = file.seek(0, os.SEEK_END)
+    comment = b"sha256 " + _digest(file, end - 2).encode()
+    file.seek(end - 2)  # the length of a comment, 0, ends the file
+    file.write(len(comment).to_bytes(2, "little") + comment)
+
+
+def _digest(file: IO[bytes], count: int) -> str:
+    """Return the digest of a file's first bytes."""
+    found = hashlib.sha256()
+    file.seek(0)
+    while count and (piece := file.read(min(count, 1 << 20))):
+        found.update(piece)
+        count -= len(piece)
+    return found.hexdigest()
+
+
+def load_states(path: Path, parts: Mapping[str, Any], loader: Any) -> dict[str, Any]:
+    """Return the content of a checkpoint, once parts and generators have the states that it holds.
+
+    The generators are as they were before the epoch that was interrupted. After an error everything is as before; no
+    code of the file is run.
+
+    Raises:
+        CheckpointError: The file is damaged, or of another training; it names what is missing or differs.
+    """
+    content = _read(path)
+    if content["version"] != _VERSION:
+        raise _refusal(path, "version", str(_VERSION), content["version"])
+    states, kinds, own_kinds = content["parts"], content["kinds"], _kinds(parts)
+    for name in sorted({*kinds, *own_kinds}):
+        if kinds.get(name) != own_kinds.get(name):
+            hint = "Go on with what the checkpoint was written with."
+            raise _refusal(path, name, kinds.get(name, "none"), own_kinds.get(name), hint)
+    generators = [set(content["epoch_random"]) & {"loader", "sampler"}, set(_generators(loader))]
+    if generators[0] != generators[1]:
+        rule, value = ("one with " + (", ".join(sorted(item)) or "none") for item in generators)
+        raise _refusal(path, "loader", f"{rule} among the generators of its own", value)
     own, given = parts["model"].state_dict(), states["model"]
     for name in sorted({*own, *given}):
         one, other = (_shape(values.get(name)) for values in (own, given))
         if one != other:
             raise _refusal(path, f"tensor {name!r}", one, other, "It is the checkpoint of another model.")
-    for name in sorted(parts, key="model".__eq__):  # the model last, of which nothing can be wrong any more
-        try:
+    before = {name: copy.deepcopy(parts[name].state_dict()) for name in own_kinds}
+    generated = take_random(loader)
+    try:
+        for name in (*own_kinds, "model"):  # the model last, of which nothing can be wrong any more
             parts[name].load_state_dict(_share_out(name, parts[name], states[name]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise _refusal(path, name, "that of this training", str(error)) from error
-    return dict(content)
+        restore_random(content["epoch_random"], loader)
+    except Exception as error:
+        for other_name, state in before.items():
+            parts[other_name].load_state_dict(state)
+        restore_random(generated, loader)
+        raise _refusal(path, name, "that of this training", f"{type(error).__name__}: {error}") from error
+    return content
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a file that has the digest that it was written with."""
+    try:
+        with path.open("rb") as file:
+            start = max(file.seek(0, os.SEEK_END) - _COMMENT_BYTES - 2, 0)
+            file.seek(start)
+            comment = b"sha256 " + _digest(file, start).encode()
+            file.seek(start)
+            if file.read() != len(comment).to_bytes(2, "little") + comment:
+                value = "another digest, or none"
+                raise _refusal(path, "file", "a whole checkpoint of a training, as it was written", value)
+            file.seek(0)
+            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, pickle.UnpicklingError) as error:
+        raise _refusal(path, "file", "readable by torch.load(weights_only=True)", str(error)) from error
+    return content
 
 
 def _shape(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,72 +12,35 @@ import attrs
 import torch
 from torch import nn
 
+from q4_nn.trainer.buffers import copy_buffers, restore_buffers
 from q4_nn.trainer.checkpoint import gather_states, load_states, restore_random, save_states, take_random
 from q4_nn.trainer.progress import Progress
+from q4_nn.trainer.state import State
 from q4core import InputError, Q4Error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["EarlyStop", "State", "Trainer", "TrainingError"]
+__all__ = ["Trainer", "TrainingError"]
+
+_Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+
+
+def _can_step(scheduler: Any) -> bool:
+    """Return whether a scheduler, or none, moves on without arguments."""
+    if scheduler is None:
+        return True
+    try:
+        inspect.signature(scheduler.step).bind()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
 
 
 class TrainingError(Q4Error, ArithmeticError):
     """A loss or a gradient is not finite; the model is as before that step."""
 
     code = "training"
-
-
-@attrs.define
-class State:
-    """Where a training stands; callbacks read it and may stop it.
-
-    Args:
-        epoch: Passes over the data that are finished.
-        step: Updates of the weights so far.
-        batch: Batches of this epoch so far.
-        losses: Mean loss of each update, over all processes.
-        epoch_losses: Mean loss of each finished epoch.
-        stopped: Why it was stopped, or None.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    batch: int = 0
-    losses: list[float] = attrs.field(factory=list)
-    epoch_losses: list[float] = attrs.field(factory=list)
-    stopped: str | None = None
-
-    def stop(self, reason: str) -> None:
-        """End the training behind this step."""
-        self.stopped = reason
-
-
-@attrs.define
-class EarlyStop:
-    """Stops a training whose epochs no longer get better: a callback.
-
-    Args:
-        patience: Epochs without a better one.
-        measure: Returns what should fall, such as the loss over held-back data; the epoch's mean loss unless told.
-        at_least: By how much a better one must be better.
-    """
-
-    patience: int
-    measure: Callable[[], float] | None = None
-    at_least: float = 0.0
-    best: float = attrs.field(default=math.inf, init=False)
-    bad_epochs: int = attrs.field(default=0, init=False)
-
-    def on_epoch(self, state: State) -> None:
-        """Look at an epoch's result."""
-        value = state.epoch_losses[-1] if self.measure is None else self.measure()
-        if value < self.best - self.at_least:
-            self.best, self.bad_epochs = value, 0
-            return
-        self.bad_epochs += 1
-        if self.bad_epochs >= self.patience:
-            state.stop(f"{self.bad_epochs} epochs without a better one than {self.best:.6g}")
 
 
 @attrs.define(eq=False, repr=False, slots=False)
@@ -92,15 +56,18 @@ class Trainer:
         loss: Takes the model's result and the target, and returns the mean loss of a batch.
         max_grad_norm: Longer gradients are scaled to this length; None for no limit.
         accumulate: Batches for each update.
-        scheduler: A scheduler of torch's; moves on behind each update.
-        callbacks: Objects with ``on_step(state)`` or ``on_epoch(state)``, or both.
+        scheduler: A scheduler of torch's; moves on behind each update, ``ReduceLROnPlateau`` behind each epoch by its
+            mean loss.
+        callbacks: Objects with ``on_step(state)`` or ``on_epoch(state)``, or both. With ``state_dict()`` and
+            ``load_state_dict(state)``, too, their state is a part of checkpoints.
         step: Takes the model and a batch and returns the loss, in the place of ``loss``.
         checkpoint: A file to which everything that resuming needs is written, at once and whole.
         every: Updates between two checkpoints; at the end of each epoch, too.
-        show: Whether to show a progress bar with loss and rate; where stderr is a terminal unless told.
+        show: Whether to show a progress bar with loss and rate. Defaults to where stderr is a terminal.
 
     Raises:
-        InputError: Neither or both of ``loss`` and ``step`` are given, or a number is not positive.
+        InputError: Neither or both of ``loss`` and ``step`` are given, a number is not positive, or the scheduler does
+            not move on without arguments.
     """
 
     model: nn.Module
@@ -117,6 +84,7 @@ class Trainer:
     state: State = attrs.field(factory=State, init=False)
     """Where the training stands."""
     _epoch_random: dict[str, Any] = attrs.field(factory=dict, init=False)
+    _buffers: Any = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Check the options."""
@@ -130,6 +98,13 @@ class Trainer:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             rule = "a positive number or None"
             raise InputError("Trainer", name="max_grad_norm", rule=rule, value=self.max_grad_norm)
+        if not self._has_plateau and not _can_step(self.scheduler):
+            rule = "one whose step() takes no argument, or ReduceLROnPlateau"
+            raise InputError("Trainer", name="scheduler", rule=rule, value=type(self.scheduler).__name__)
+
+    @property
+    def _has_plateau(self) -> bool:
+        return isinstance(self.scheduler, _Plateau)
 
     @property
     def is_first(self) -> bool:
@@ -155,9 +130,10 @@ class Trainer:
             Where the training stands.
 
         Raises:
-            InputError: The loader is empty, or ``epochs`` is not positive.
-            TrainingError: A loss or a gradient is not finite; it names the step.
-            CheckpointError: The checkpoint is damaged, or of another model.
+            InputError: The loader is empty, or gives fewer batches than before; or ``epochs`` is not positive.
+            TrainingError: A loss or a gradient is not finite; it names the step, and weights and buffers are as before.
+            CheckpointError: The checkpoint is damaged, or of another training, and nothing is changed; or it can't be
+                written.
         """
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
             raise InputError("Trainer", name="epochs", rule="a positive whole number", value=epochs)
@@ -170,27 +146,29 @@ class Trainer:
                 skip = None
         return self.state
 
-    def _resume(self, loader: Any) -> dict[str, Any]:
-        """Take everything from the checkpoint, and return the generators' states behind the last batch."""
-        found = load_states(self.checkpoint, self._parts())  # type: ignore[arg-type]  # fit looked
+    def _resume(self, loader: Any) -> dict[str, Any] | None:
+        """Take everything from the checkpoint; return the generators' states behind the last batch of its epoch."""
+        found = load_states(self.checkpoint, self._parts(), loader)  # type: ignore[arg-type]  # fit looked
         self.state = State(**found["state"])
         self._epoch_random = found["epoch_random"]
-        restore_random(self._epoch_random, loader)
         random: dict[str, Any] = found["random"]
-        return random
+        return random if self.state.batch else None  # the next epoch begins with what it draws itself
 
     def _parts(self) -> dict[str, Any]:
         model = getattr(self.model, "module", self.model)  # of a module for several processes its own
         parts = {"model": model, "optimizer": self.optimizer}
-        return parts if self.scheduler is None else {**parts, "scheduler": self.scheduler}
+        parts |= {} if self.scheduler is None else {"scheduler": self.scheduler}
+        callbacks = {f"callback {number}": item for number, item in enumerate(self.callbacks)}
+        return parts | {name: item for name, item in callbacks.items() if hasattr(item, "load_state_dict")}
 
     def _save(self, loader: Any) -> None:
         if self.checkpoint is None:
             return
-        states = gather_states(self._parts())
+        parts = self._parts()
+        states = gather_states(parts)
         if self.is_first:
-            told = {"state": attrs.asdict(self.state), "epoch_random": self._epoch_random}
-            save_states(self.checkpoint, states, {**told, "random": take_random(loader)})
+            plain = {"state": attrs.asdict(self.state), "epoch_random": self._epoch_random}
+            save_states(self.checkpoint, parts, states, {**plain, "random": take_random(loader)})
 
     def _epoch(self, loader: Any, skip: dict[str, Any] | None, progress: Progress, epochs: int) -> None:
         """Run one epoch, or what is left of it."""
@@ -199,31 +177,39 @@ class Trainer:
         if skip is None:
             self._epoch_random = take_random(loader)
             state.batch = 0
-        done = 0
         pending: list[torch.Tensor] = []
         progress.begin(loader, state.epoch, epochs)
         self.optimizer.zero_grad(set_to_none=True)
-        for batch in loader:
-            progress.count(state.losses)
-            done += 1
-            if done <= state.batch:  # drawn again, so that the loader stands where it stood
-                continue
-            if skip is not None:
-                restore_random(skip, loader)
-                skip = None
+        for batch in self._batches(loader, skip, progress):
+            if not pending:
+                self._buffers = copy_buffers(self.model)
             pending.append(self._backward(batch, is_last=len(pending) + 1 == self.accumulate))
-            state.batch = done
+            state.batch += 1
             if len(pending) == self.accumulate:
                 self._update(pending)
                 if state.stopped is not None or (self.every and state.step % self.every == 0):
                     self._save(loader)
                 if state.stopped is not None:
                     return
-        if not done:
-            raise InputError("Trainer", name="loader", rule="one that gives at least one batch", value="an empty one")
         if pending:
             self._update(pending)
-        self._end_epoch(loader, -(-done // self.accumulate))
+        self._end_epoch(loader, -(-state.batch // self.accumulate))
+
+    def _batches(self, loader: Any, skip: dict[str, Any] | None, progress: Progress) -> Iterator[Any]:
+        """Yield what is left of an epoch; the others are drawn again, so that the loader is where it was."""
+        state, done = self.state, 0
+        for batch in loader:
+            progress.count(state.losses)
+            done += 1
+            if done > state.batch:
+                yield batch
+            elif done == state.batch and skip is not None:
+                restore_random(skip, loader)
+        if not done:
+            raise InputError("Trainer", name="loader", rule="one that gives at least one batch", value="an empty one")
+        if done < state.batch:
+            rule = f"one that gives the {state.batch} batches again that this epoch had"
+            raise InputError("Trainer", name="loader", rule=rule, value=done)
 
     def _end_epoch(self, loader: Any, updates: int) -> None:
         """Count an epoch of so many updates, ask the callbacks, and keep everything."""
@@ -231,6 +217,8 @@ class Trainer:
         state.epoch_losses.append(math.fsum(state.losses[-updates:]) / updates)
         state.epoch += 1
         state.batch = 0
+        if self._has_plateau:
+            self.scheduler.step(state.epoch_losses[-1])
         self._call("on_epoch")
         self._epoch_random = take_random(loader)
         self._save(loader)
@@ -275,7 +263,7 @@ class Trainer:
         if self.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         self.optimizer.step()
-        if self.scheduler is not None:
+        if self.scheduler is not None and not self._has_plateau:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
@@ -286,6 +274,7 @@ class Trainer:
     def _fail(self, what: str, value: float) -> None:
         state = self.state
         self.optimizer.zero_grad(set_to_none=True)
-        hint = "The weights are as before this step. A lower learning rate or max_grad_norm may help."
+        restore_buffers(self._buffers)
+        hint = "Weights and buffers are as before this step. A lower learning rate or max_grad_norm may help."
         where = f"step {state.step}, epoch {state.epoch}, batch {state.batch}"
         raise TrainingError("training", name=what, rule="finite", value=value, where=where, hint=hint)
