@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -137,6 +138,8 @@ def test_commands(write_llama: Any, tmp_path: Path) -> None:
     told = invoke("chat", str(path), "--precision", "exact", "--max-tokens", "4", given="in\nth\n")
     assert told.exit_code == 0
     assert len(told.stdout.splitlines()) >= sum(1 for answer in answers if answer)
+    told = invoke("chat", str(path), "--precision", "exact", "--max-tokens", "4", "--json", given="in\nth\n")
+    assert json.loads(told.stdout) == {"file": str(path), "messages": talk.messages}
     text = tmp_path / "text.txt"
     text.write_text("the thing in a thing " * 3, encoding="utf-8")
     shown = invoke("perplexity", str(path), str(text), "--against", "exact").stdout  # by a window of 160, not 512

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
 import typer
@@ -21,6 +21,9 @@ from q4_nn.generation.perplexity import measure_perplexity
 from q4_nn.generation.run import Generation
 from q4_nn.generation.sampling import Sampler
 from q4_nn.generation.statistics import collect_statistics, print_statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["add_generate", "config_of", "find_model", "printable"]
 
@@ -171,23 +174,31 @@ def chat(  # noqa: PLR0913  # one argument per option
     backend: Backend = None,
     precision: Precision = None,
     dtype: Dtype = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Talk with a model: a question a line, until the end of the input (Ctrl-D)."""
+    """Talk with a model: a question a line, until the end of the input (Ctrl-D).
+
+    With ``--json``, one object with all messages is printed at the end.
+    """
     path = find_model(file)
     config = config_of(device, backend, None, precision, dtype)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    with LanguageModel.open(path, config) as model:
+    aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with aside, LanguageModel.open(path, config) as model:
         talk = Conversation(model, system=system, sampler=sampler, max_tokens=max_tokens)
+        show: Callable[[str], None] = (lambda _: None) if as_json else _show
         while True:
             if sys.stdin.isatty():
-                _show("> ")
+                show("> ")
             line = sys.stdin.readline()
             if not line:
-                return
+                break
             if line.strip():
                 for piece in talk.ask(line.strip()):
-                    _show(piece)
-                _show("\n")
+                    show(piece)
+                show("\n")
+    if as_json:
+        typer.echo(json.dumps({"file": str(path), "messages": talk.messages}, indent=2))
 
 
 def perplexity(  # noqa: PLR0913  # one argument per option
