@@ -94,6 +94,14 @@ def test_linear_refuses_what_is_no_weight() -> None:
         q4.Session(registry=registry()).linear(torch.zeros(3, 3))  # type: ignore[arg-type]  # on purpose
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64])
+def test_linear_names_an_x_of_another_dtype(dtype: torch.dtype) -> None:
+    """``q4.linear`` of integers or doubles is an error of x, with the way out, and prepares nothing."""
+    with pytest.raises(q4.InputError, match=r"x must be of torch.*Use x\.to\(torch\.float32\)") as caught:
+        q4.linear(torch.ones(2, K).to(dtype), _weight())
+    assert (caught.value.name, caught.value.value) == ("x", dtype)
+
+
 def test_precedence_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
     """Argument, then context, then environment, then default, each field for itself."""
     monkeypatch.setenv("Q4_COMPUTE_PATH", "dequant_matmul_only")
