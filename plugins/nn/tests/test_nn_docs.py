@@ -36,6 +36,14 @@ def test_programs_run(number: int, tmp_path: Path) -> None:
     run(programs("networks.md")[number], tmp_path)
 
 
+def test_the_functions_of_training_run(tmp_path: Path) -> None:
+    """The program of docs/training.md runs as it stands, and its dense weights are those of the packed weight."""
+    (program,) = programs("training.md")
+    defined = run(program, tmp_path)
+    assert defined["y"].shape == (8, 128)
+    assert torch.equal(defined["w"], defined["d"])
+
+
 def test_a_model_from_a_file(write_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program of docs/models-from-files.md runs on a file of that name."""
     (program,) = programs("models-from-files.md")
