@@ -56,6 +56,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor], str, str]] 
     ),
 }
 
+IS_READ_BY_KERNELS = hasattr(transformers.models.mamba.modeling_mamba.MambaMixer, "cuda_kernels_forward")
+"""Older releases of transformers read Mamba's dt_proj for CUDA kernels alone: it is packed, and answers there."""
+
 
 @torch.no_grad()
 def _logits(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -78,7 +81,7 @@ def test_layers_whose_weight_is_read_stay_dense_and_are_listed(case: str, tmp_pa
     assert _error(_logits(ours, given), _logits(twin, given)) <= 1e-4
     explained = q4_transformers.explain(ours)
     reasons = [row.reason for row in explained.dense if row.name.endswith(f".{layer}")]
-    assert len(reasons) == 2
+    assert len(reasons) == (0 if case == "Mamba" and IS_READ_BY_KERNELS else 2)
     assert all(reason in text for text in reasons)
     assert len(explained.packed) >= 2
 
@@ -93,15 +96,13 @@ def test_what_the_config_never_reads_is_packed(tmp_path: Path) -> None:
 
 def _save_packed(model: Any, folder: Path) -> None:
     """Save a model with every linear layer but the head packed, as another library may have left it."""
-    state = {name: value.contiguous() for name, value in model.state_dict().items() if "lm_head" not in name}
+    state = {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
     weights = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and "head" not in name:
             weights[name] = q4.quantize(state.pop(f"{name}.weight"), "nf4", name=name)
             module.weight.data = q4.dequantize(weights[name], torch.float32)
     model.config.save_pretrained(folder)
-    if "head.weight" in model.state_dict():
-        state["head.weight"] = model.state_dict()["head.weight"].contiguous()
     q4.save_checkpoint(folder, weights, dialect="bitsandbytes", dense=state)
 
 
