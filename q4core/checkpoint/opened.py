@@ -75,7 +75,8 @@ class Checkpoint(Mapping[str, PackedWeight]):
             for problem in self.schema.unsupported:
                 if problem.key == module:
                     rule, where = problem.rule, str(self.path)
-                    raise CheckpointError(what, name=module, rule=rule, value=problem.value, where=where)
+                    hint = "Read another layer, or pack the original weight by `q4 quantize`."
+                    raise CheckpointError(what, name=module, rule=rule, value=problem.value, where=where, hint=hint)
             close = closest_name(module, self.schema.layers)
             raise KeyError(f"no {what} in {self.path}" + (f"; did you mean {close!r}?" if close else ""))
         weight = self._alive.get(module)
@@ -139,7 +140,7 @@ def _reading(what: str, path: Path, nbytes: int | None) -> Iterator[None]:
     except Q4Error:
         raise
     except (MemoryError, OSError, RuntimeError) as error:
-        hint = None if nbytes is None else f"It takes {nbytes} bytes in the file."
+        hint = None if nbytes is None else f"Free some memory, or read the file again: it takes {nbytes} bytes there."
         facts = {"value": describe_exception(error), "where": str(path), "hint": hint}
         raise CheckpointError(what, name="data", rule="readable here", **facts) from error
 

@@ -103,7 +103,8 @@ def _check_schema(schema: Schema, request: OpenRequest, path: str) -> None:
     """Refuse a file without the dialect asked for, and one whose layers are recognised, of which none can be read."""
     if request.dialect is not None and request.dialect not in schema.dialects:
         rule = f"the file's own ({', '.join(schema.dialects) or 'none'})"
-        raise DialectError("checkpoint", name="dialect", rule=rule, value=request.dialect, where=path)
+        hint = "Leave dialect= out, or name one of these."
+        raise DialectError("checkpoint", name="dialect", rule=rule, value=request.dialect, where=path, hint=hint)
     if schema.layers or not schema.unsupported:
         return
     groups: dict[tuple[str, str, str], list[str]] = {}
@@ -142,10 +143,10 @@ def way_to(plugin: str, plugins: Mapping[str, str]) -> str:
     """Return how to get a plugin that is not at work: install it, let it in, or see why it failed."""
     state = plugins.get(plugin, "unknown")
     if state == "disabled":
-        return f"The plugin {plugin!r} is installed; Q4_PLUGINS or Q4_DISABLE_PLUGINS leaves it out."
+        return f"Add {plugin!r} to Q4_PLUGINS, or take it out of Q4_DISABLE_PLUGINS: it is installed and left out."
     if state == "unknown":
         return f"Install the package q4-{plugin}."
-    return f"The plugin {plugin!r} is installed and does not work; `q4 doctor` says why."
+    return f"See `q4 doctor`: the plugin {plugin!r} is installed and does not work."
 
 
 def _recognises(reader: CheckpointReader, path: Path) -> bool:

@@ -89,7 +89,9 @@ class _Checked(Mapping[str, Any]):
 
 
 def _fail(name: str, rule: str, value: object) -> NoReturn:
-    raise CheckpointError(_WHAT, name=name, rule=rule, value=value, hint="Nothing was written.")
+    raise CheckpointError(
+        _WHAT, name=name, rule=rule, value=value, hint="Correct it and save again; nothing was written."
+    )
 
 
 def _checked_path(path: object) -> Path:

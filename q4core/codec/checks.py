@@ -57,7 +57,7 @@ def check_finite(dense: torch.Tensor, where: str | None) -> None:
     bad = ~torch.isfinite(dense)
     count, first = int(bad.sum()), divmod(int(bad.flatten().to(torch.uint8).argmax()), dense.shape[1])
     facts: dict[str, Any] = {"value": float(dense[first]), "count": count, "index": first, "where": where}
-    hint = f"{count} of {dense.numel()} values are not finite."
+    hint = f"Replace what is not finite: {count} of {dense.numel()} values."
     raise InputError("quantize", name=f"dense{list(first)}", rule="finite", hint=hint, **facts)
 
 

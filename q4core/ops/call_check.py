@@ -77,7 +77,7 @@ def _refuse_x(plan: Shapes, device: torch.device, x: torch.Tensor, label: str) -
     if x.layout is not _STRIDED:
         raise InputError(label, name="x", rule="a strided tensor", value=x.layout, hint="Use x.to_dense().")
     if x.dim() < 1 or x.shape[-1] != plan.in_features:
-        rule, hint = f"of shape [..., {plan.in_features}]", f"The layer has {plan.in_features} in-features."
+        rule, hint = f"of shape [..., {plan.in_features}]", f"Give x {plan.in_features} features, as the layer takes."
         raise InputError(label, name="x", rule=rule, value=list(x.shape), hint=hint)
     if x.dtype is not plan.dtype:
         hint = f"Use x.to({plan.dtype}), or layer.to(dtype) with float32, bfloat16 or float16."

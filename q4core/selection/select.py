@@ -170,14 +170,14 @@ def _unable(
         text = f"{policy} rules out backend {override!r} for {what}: {'; '.join(map(str, own))}"
         return PolicyConflictError(text, value=override, hint="Name no backend, or ask for what this one offers.")
     text = f"backend {override!r} can't run {what} with {policy}"
-    hint = "No other backend was tried, because this one was asked for by name."
+    hint = "Name no backend to try the others; this one was asked for by name."
     return BackendUnavailableError(text, value=override, rejections=own, hint=hint)
 
 
 def _way_out(request: Request, compute_path: ComputePath, rejections: Sequence[Rejection]) -> str:
     """Say what helps: another request where the request rules paths out, the reference where it could serve."""
     if any(reason.code is ReasonCode.POLICY for item in rejections for reason in item.reasons):
-        return "Reasons with the code 'policy' lie in the request: 'auto' for both allows the most."
+        return "Ask for 'auto' of both, which allows the most: reasons with the code 'policy' lie in the request."
     is_there = any(item.backend == "dequant-fallback" for item in rejections)
     allows = request.op == "linear" and compute_path is not ComputePath.KERNEL_ONLY and request.allows(Precision.W4A32)
     if allows and not is_there:

@@ -154,7 +154,7 @@ def check_values(weight: PackedWeight) -> None:
         if bad is not None:
             position, value = bad
             what, field, source = weight.label("weight"), f"{name}{position}", weight.dialect
-            hint = "The checkpoint is damaged, or it is read in the wrong dialect."
+            hint = "Read it in its own dialect, or download it again if it is damaged."
             raise WeightError(what, name=field, rule=rule, value=value, where=source, hint=hint)
     check_permutation(weight)
 

@@ -120,9 +120,9 @@ def test_missing_reader_is_named_with_the_way_to_it(name: str, plugin: str, stat
     told = {
         None: f"Install the package q4-{plugin}.",
         "unknown": f"Install the package q4-{plugin}.",
-        "disabled": "is installed; Q4_PLUGINS or Q4_DISABLE_PLUGINS leaves it out",
-        "failed": "does not work; `q4 doctor` says why",
-        "loaded": "does not work; `q4 doctor` says why",
+        "disabled": "to Q4_PLUGINS, or take it out of Q4_DISABLE_PLUGINS",
+        "failed": "See `q4 doctor`: the plugin",
+        "loaded": "See `q4 doctor`: the plugin",
     }
     assert told[state] in caught.value.hint
 

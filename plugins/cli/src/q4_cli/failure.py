@@ -46,7 +46,7 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
         return CANT_SERVE, _document(
             "system", str(error), where=None if error.filename is None else str(error.filename)
         )
-    hint = "This is a fault of q4core or of a plugin; Q4_DEBUG=1 shows where."
+    hint = "Report it with what Q4_DEBUG=1 shows: it is a fault of q4core or of a plugin."
     return FAULT, _document("internal", f"{type(error).__name__}: {error}", hint=hint)
 
 

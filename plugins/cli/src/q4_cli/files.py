@@ -56,7 +56,7 @@ class Target:
             raise q4.CheckpointError("output", name="OUT", rule=rule, value=value, where=out, hint=hint)
 
         if out in {"-", ""}:
-            refuse("a file or a folder", out, "A checkpoint is written out of order, which a pipe can't take.")
+            refuse("a file or a folder", out, "Name a file; a pipe can't take what is written out of order.")
         path = Path(out)
         if "\0" in out:
             refuse("a name that the system takes", out, "Leave the NUL character out.")

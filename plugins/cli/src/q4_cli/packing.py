@@ -107,7 +107,7 @@ def make_recipe(
                 return _try(kind, candidate, module, {**options, "scale_kind": choice})
             except q4.DialectError as error:
                 first = first or error
-    hint = "Dialects that hold a format are listed by `q4 doctor --json`; GGUF files are read and not written."
+    hint = "Name a format of a dialect that `q4 doctor --json` lists; GGUF files are read and not written."
     rule = "one that a dialect here writes"
     raise first or q4.DialectError("q4 quantize", name="--format", rule=rule, value=kind.name, hint=hint)
 
@@ -145,7 +145,7 @@ def nothing_to_pack(kept: Sequence[Kept], where: str) -> q4.CheckpointError:
     """Return the error for a checkpoint of which every tensor is kept; its details have the reasons."""
     reasons = [f"{item.name}: {item.reason}" for item in kept if item.notable] or ["no matrix named <module>.weight"]
     rule, value = "a checkpoint with at least one tensor to pack", f"{len(kept)} tensors to keep"
-    hint = f"{reasons[0]}."
+    hint = f"Name the original dense checkpoint, or --include an embedding. {reasons[0]}."
     return q4.CheckpointError("q4 quantize", name="IN", rule=rule, value=value, where=where, hint=hint, reasons=reasons)
 
 

@@ -78,7 +78,7 @@ def require_right(layer: q4.Q4Linear, weight: q4.PackedWeight, path: q4.KernelPa
             name="error",
             rule="at most 1 × the bound of float32 arithmetic",
             value=ratio,
-            hint="The path computes wrong numbers, so its speed says nothing. `q4 explain --prove` shows more.",
+            hint="Name another backend: this path computes wrong numbers. `q4 explain --prove` shows more.",
         )
     return ratio
 

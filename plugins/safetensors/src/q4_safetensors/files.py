@@ -113,9 +113,7 @@ def _sharded(index: Path, shards: Mapping[str, str], *, copy: bool) -> FileSet:
             continue
         path = index.parent / shard
         if not is_there(path):
-            _fail(
-                index, f"weight_map[{name!r}]", "a file that is there", shard, "A shard of the checkpoint is missing."
-            )
+            _fail(index, f"weight_map[{name!r}]", "a file that is there", shard, "Download the missing shard.")
         files[shard] = MappedFile(path, copy=copy)
     homes: dict[str, MappedFile] = {}
     for shard, file in files.items():

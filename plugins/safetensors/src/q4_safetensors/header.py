@@ -78,7 +78,7 @@ def read_header(path: Path) -> Header:
             rule="valid for the safetensors library",
             value=str(error),
             where=where,
-            hint="The file is truncated or damaged, or it is not a safetensors file.",
+            hint="Copy or download it again: it is truncated, damaged, or no safetensors file.",
         ) from error
     entries = parse_json(text, what="safetensors header", where=where)
     metadata = entries.pop("__metadata__", None) or {}

@@ -92,7 +92,7 @@ class _Writer:
                 name=error.name,
                 rule=error.rule,
                 value=error.value,
-                hint="Nothing was written.",
+                hint="Quantise the layer again; nothing was written.",
             ) from error
         try:
             layer = self._dialect.write(module, weight)
@@ -190,7 +190,7 @@ class _Writer:
                 name="names and metadata",
                 rule=f"such that each layer is read as {self._dialect.name} again",
                 value="; ".join([*(f"{module} as {name}" for module, name in differing), *map(str, problems)][:4]),
-                hint="Nothing was written. The tensors or metadata given beside the weights speak of other layers.",
+                hint="Leave out the tensors or metadata that speak of other layers; nothing was written.",
             )
 
     def _infos(self) -> dict[str, TensorInfo]:
