@@ -244,6 +244,34 @@ def test_recurrent_of_snntorch(snn: Any) -> None:
     assert torch.equal(found, expected)
 
 
+def test_one_number_for_all_neurons(nir: Any, tmp_path: Path) -> None:
+    """A file whose neurons have one number for all, as Norse writes them, is read as with one for each."""
+    one, weight = np.ones(1), np.ones((16, 20))
+    found = []
+    for each in (one, np.ones(16)):
+        cells = nir.LIF(tau=each * 1e-5, r=each, v_leak=each * 0, v_threshold=each)
+        nodes = {"in": nir.Input(np.array([20])), "w": nir.Affine(weight, np.zeros(16)), "cells": cells}
+        nodes["out"] = nir.Output(np.array([16]))
+        graph = nir.NIRGraph(nodes, [*itertools.pairwise(nodes)], type_check=False)
+        nir.write(tmp_path / "cells.nir", graph)
+        found.append(read_nir(tmp_path / "cells.nir", dt=1e-6)(torch.ones(9, 1, 20), record=("cells.mem",))[0])
+    assert torch.equal(found[0]["cells.mem"], found[1]["cells.mem"])
+    assert found[0]["cells.mem"].shape == (9, 1, 16)
+
+
+def test_graphs_of_other_sizes(nir: Any, tmp_path: Path) -> None:
+    """A bias or neurons of another size than their weights, and edges to nowhere, are errors that name the node."""
+    for bias, size, edge, name in ((5, 3, "out", "bias"), (3, 4, "out", "size"), (3, 3, "nobody", "edge")):
+        ones = np.ones(size)
+        lif = nir.LIF(tau=ones, r=ones, v_leak=0 * ones, v_threshold=ones)
+        nodes = {"in": nir.Input(np.array([3])), "w": nir.Affine(np.ones((3, 3)), np.ones(bias)), "lif": lif}
+        nodes["out"] = nir.Output(np.array([3]))
+        graph = nir.NIRGraph(nodes, [("in", "w"), ("w", "lif"), ("lif", edge)], type_check=False)
+        with pytest.raises(NirError) as caught:
+            from_nir(graph, dt=1e-4)
+        assert caught.value.name == name
+
+
 def test_refused_graphs(nir: Any) -> None:
     """What can't be a network is an error that names the node; so is a neuron that NIR has not."""
     ones = np.ones(3)

@@ -61,7 +61,7 @@ def read_nir(path: str | os.PathLike[str], **options: Any) -> Network:
     """
     nir = _nir()
     try:
-        graph = nir.read(path)
+        graph = nir.read(path, type_check=False)  # it refuses one number for all neurons; from_nir checks sizes
     except PLUGIN_FAULTS as error:  # HDF5's and NIR's, of any file
         raise NirError(f"no file of NIR: {describe_exception(error)}", where=str(path)) from error
     return from_nir(graph, **options)
@@ -152,7 +152,8 @@ def from_nir(
 
     Args:
         graph: Of the nodes Input, Output, Linear, Affine, LIF, CubaLIF, LI, IF, Delay, Flatten, and graphs of these.
-        dt: Seconds of a step, in place of the graph's metadata. snnTorch and SpikingJelly take 1e-4, Norse 1e-3.
+        dt: Seconds of a step, in place of the graph's metadata. snnTorch and SpikingJelly take 1e-4. Norse
+            1.1 with its own dt of 1e-3 writes time constants multiplied by that, so its files need 1e-6.
         reset: In place of the metadata; without either ``value``, which is NIR's.
         reset_delay: In place of the metadata; without either False. snnTorch's own default is
             ``reset="subtract", reset_delay=True``, which its export does not state.
@@ -167,7 +168,7 @@ def from_nir(
     """
     stated = graph.metadata.get("dt") if dt is None else dt
     if stated is None:
-        hint = "snnTorch and SpikingJelly mean 1e-4 by their files, Norse 1e-3."
+        hint = "snnTorch and SpikingJelly mean 1e-4 by their files; those of Norse 1.1 need 1e-6."
         raise NirError("from_nir", name="dt", rule="given, as the graph states none", value=None, hint=hint)
     if not 0 < float(stated) < np.inf:
         raise NirError("from_nir", name="dt", rule="above 0 seconds", value=stated)
@@ -239,6 +240,9 @@ def _flattened(graph: Any, prefix: str) -> tuple[dict[str, Any], list[tuple[str,
             edges += joined
         else:
             nodes[full] = node
+    for edge in graph.edges:
+        if unknown := {*edge} - {*graph.nodes}:
+            raise NirError("from_nir", name="edge", rule="between nodes of the graph", value=edge, where=min(unknown))
     edges += [(a, b) for source, target in graph.edges for a in leaves[source] for b in enters[target]]
     return nodes, edges
 
@@ -267,6 +271,9 @@ def _paths(source: str, nodes: dict[str, Any], edges: list[tuple[str, str]], dt:
                 raise NirError("from_nir", name="node", rule=rule, value=weight, where=name)
             if nodes[name].weight.ndim != 2:  # noqa: PLR2004  # a matrix
                 raise NirError("from_nir", name="weight", rule="a matrix", value=nodes[name].weight.shape, where=name)
+            rows, bias = len(nodes[name].weight), getattr(nodes[name], "bias", None)
+            if bias is not None and np.shape(bias) != (rows,):
+                raise NirError("from_nir", name="bias", rule=f"of shape [{rows}]", value=np.shape(bias), where=name)
             weight = name
         elif kind == "Delay":
             delay += _steps(name, nodes[name].delay, dt)
