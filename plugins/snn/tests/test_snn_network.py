@@ -119,6 +119,20 @@ def test_training_in_four_bits_and_packing() -> None:
     assert (packed["hidden"] != trained["hidden"]).float().mean() < 1e-3  # kernels add in another order
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("size", [64, 71, 69, 1])
+def test_spikes_of_another_width_are_refused(size: int) -> None:
+    """A projection of packed synapses refuses spikes that are not those of its source, which it fills up to blocks."""
+    pixels, hidden = Population("pixels", 70, spikes=True), Population("hidden", 20, LIF.from_beta(0.9))
+    projection = Projection(pixels, hidden, format="nf4")
+    with q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session:
+        pack_(projection, session)
+        product = projection.for_run()
+        assert product(torch.ones(3, 70)).shape == (3, 20)
+        with pytest.raises(InputError, match="must be of shape"):
+            product(torch.ones(3, size))
+
+
 @pytest.mark.parametrize("precision", ["exact", "int8"])
 def test_steps_ahead_have_the_bits_of_single_steps(precision: str) -> None:
     """A packed network gives in one call what a call for each step gives, rare and frequent inputs in turns."""

@@ -185,16 +185,22 @@ def event_product(synapses: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]
 
     What it is given must be known to be of zeros and ones: what is not 0 counts as 1.
     """
-    layer = packed_layer(synapses)
-    return synapses if layer is None or layer.dtype is not torch.float32 else _EventProduct(layer)
+    layer: Any = packed_layer(synapses)
+    if layer is None or layer.dtype is not torch.float32:
+        return synapses
+    return _EventProduct(layer, synapses.in_features)  # type: ignore[arg-type]  # those of x, before it is filled up
 
 
 class _EventProduct:
-    def __init__(self, layer: Q4Linear) -> None:
-        self._product, self._width = SpikeProduct(layer), layer.in_features
+    def __init__(self, layer: Q4Linear, columns: int) -> None:
+        self._product, self._name = SpikeProduct(layer), layer.name
+        self._columns, self._missing = columns, layer.in_features - columns
 
     def _ones(self, spikes: torch.Tensor) -> torch.Tensor:
-        missing, ones = self._width - spikes.shape[-1], spikes.to(torch.bool)
+        if spikes.shape[-1:] != (self._columns,):
+            rule = f"of shape [..., {self._columns}]"
+            raise InputError(f"layer {self._name!r}", name="spikes", rule=rule, value=list(spikes.shape))
+        missing, ones = self._missing, spikes.to(torch.bool)
         return nn.functional.pad(ones, (0, missing)) if missing else ones
 
     def __call__(self, spikes: torch.Tensor) -> torch.Tensor:
