@@ -154,6 +154,7 @@ def _recognises(reader: CheckpointReader, path: Path) -> bool:
         return reader.recognises(path)
     except PLUGIN_FAULTS as error:
         message = f"checkpoint reader {reader.name!r} is left out: it raised {describe_exception(error)}"
+        emit("q4.plugin", level=logging.WARNING, reader=reader.name, error=message)
         warn_once(message, Q4PluginWarning, message)
         return False
 

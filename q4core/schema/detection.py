@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import attrs
 import torch
 
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.diagnostics.events import warn_once
+from q4core.diagnostics.events import emit, warn_once
 from q4core.errors import PLUGIN_FAULTS, DialectError, Q4Error, Q4PluginWarning
 from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, as_dict, as_tuple
 from q4core.schema.dialect import Dialect, find_dialect
@@ -187,6 +188,7 @@ def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
         raise
     except PLUGIN_FAULTS as error:
         message = f"dialect {dialect.name!r} raised {describe_exception(error)}, and is left out"
+        emit("q4.plugin", level=logging.WARNING, dialect=dialect.name, error=message)
         warn_once(message, Q4PluginWarning, message)
         return []
 

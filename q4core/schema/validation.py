@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.diagnostics.events import warn_once
+from q4core.diagnostics.events import emit, warn_once
 from q4core.errors import PLUGIN_FAULTS, Q4Error, Q4PluginWarning, SchemaError, counted
 from q4core.formats import FLOATS
 from q4core.schema.catalogue import Problem
@@ -171,6 +172,7 @@ def _weight_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue)
         return  # a dialect that says what is there, and reads nothing
     except PLUGIN_FAULTS as error:
         message = f"dialect {dialect.name!r} raised {describe_exception(error)} as it read {layer.module!r}"
+        emit("q4.plugin", level=logging.WARNING, dialect=dialect.name, error=message)
         warn_once(message, Q4PluginWarning, message)
 
 

@@ -254,12 +254,14 @@ def test_only_unsupported_layers_are_an_error_where_a_schema_is_required() -> No
     assert _facts(caught.value.problems) == [("unsupported", "proj")]
 
 
-def test_dialect_that_raises_does_not_lose_the_others_answers() -> None:
-    """A plugin's dialect that fails is left out with a warning that names it."""
+def test_dialect_that_raises_does_not_lose_the_others_answers(caplog: pytest.LogCaptureFixture) -> None:
+    """A plugin's dialect that fails is left out with a warning that names it, and an event."""
     with pytest.warns(q4.Q4PluginWarning, match="'broken' raised ZeroDivisionError"):
         schema = detect(_pair(), dialects=[*SIMPLE_DIALECTS, Twin("broken", error=ZeroDivisionError())])
     assert schema is not None
     assert list(schema.layers) == ["proj"]
+    (record,) = [item for item in caplog.records if getattr(item, "q4_event", None) == "q4.plugin"]
+    assert getattr(record, "q4_fields", {})["dialect"] == "broken"
 
 
 def test_validate_sees_what_changed() -> None:
