@@ -199,8 +199,13 @@ def note_cause(kind: type[BaseException], error: BaseException, trace: Traceback
     """
     path = pathlib.Path(multiprocessing.current_process().name)
     if path.parent.parent == FOLDER and path.name.startswith("page"):
-        Page(path).note(describe_exception(error))
+        _note(path, error)
     sys.__excepthook__(kind, error, trace)
+
+
+def _note(page: pathlib.Path, error: BaseException) -> None:
+    with contextlib.suppress(OSError):  # the system was stopped
+        Page(page).note(describe_exception(error))
 
 
 def _work(folder: str, number: int, spec: Spec, options: Options, threads: int) -> None:
@@ -209,7 +214,7 @@ def _work(folder: str, number: int, spec: Spec, options: Options, threads: int) 
     try:
         _live(folder, number, spec, options, threads)
     except PLUGIN_FAULTS as error:
-        Page(pathlib.Path(folder) / f"page{number}").note(describe_exception(error))
+        _note(pathlib.Path(folder) / f"page{number}", error)
         raise
 
 
