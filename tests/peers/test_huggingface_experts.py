@@ -196,6 +196,15 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     assert [(problem.code, problem.key) for problem in caught.value.problems] == [("missing_key", name)]
 
 
+def test_merged_weights_of_experts_are_a_typed_error(tmp_path: Path) -> None:
+    """Code that asks for the parameter that transformers would have gets an error that says what leaves it there."""
+    _dense("Mixtral", tmp_path)
+    experts = next(item for item in _load(tmp_path, format="nf4").modules() if isinstance(item, Q4Experts))
+    with pytest.raises(q4_transformers.PackedWeightError, match=r"gate_up_proj.*modules_to_not_convert=\['experts'\]"):
+        experts.gate_up_proj.sum()
+    assert not hasattr(copy.deepcopy(experts), "up_proj")
+
+
 def test_experts_may_stay_dense_and_are_listed(tmp_path: Path) -> None:
     """Experts that the caller leaves out keep transformers' own module, and are listed with the reason."""
     _dense("Mixtral", tmp_path / "dense")
