@@ -105,6 +105,7 @@ with ActorSystem("processes", restarts=0) as system:
 
 
 @linux
+@pytest.mark.soak
 def test_script_without_a_guard(tmp_path: Path) -> None:
     """A script that spawns while it is imported learns so from the error."""
     script = tmp_path / "script.py"
