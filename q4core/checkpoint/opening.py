@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_LEAST_BYTES = 4
+"""So many bytes name a kind of file."""
 _NAMED = 3
 """So many layers of a kind are named in an error; the schema has them all."""
 _INSTEAD = "`q4 doctor` lists the dialects read here; or pack the original weights by `q4 quantize`."
@@ -126,6 +128,8 @@ def _file_error(path: Path, fitting: list[str], asked: list[str], plugins: Mappi
     value = ", ".join(fitting) or (f"none of {', '.join(asked)}" if asked else "no reader at all")
     kind = None if fitting else _kind(path)
     hint = None if kind is None or kind in asked else way_to(kind, plugins)
+    if asked and not fitting and kind is None and path.stat().st_size < _LEAST_BYTES:
+        value, hint = f"{path.stat().st_size} bytes", "Copy or download it again: it ends before it says what it is."
     rule = "one that exactly one installed reader knows"
     return CheckpointError("checkpoint", name="file", rule=rule, value=value, where=str(path), hint=hint)
 

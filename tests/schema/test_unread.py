@@ -107,6 +107,16 @@ def test_what_is_no_checkpoint_is_named(make: Any, said: str, tmp_path: Path) ->
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "model"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_file_cut_in_its_first_bytes(name: str, size: int, tmp_path: Path) -> None:
+    """A file that ends before it says what it is is called cut, and not one that no reader knows."""
+    path = tmp_path / name
+    path.write_bytes((b"GGUF" + bytes([3, 0, 0, 0, 12]) + bytes(60))[:size])
+    with pytest.raises(q4.CheckpointError, match=f"got '{size} bytes' .*download it again"):
+        q4.open(path)
+
+
 def test_a_pickle_is_named(tmp_path: Path) -> None:
     """A file of pickles is never opened; the error says how to write another one."""
     path = tmp_path / "pytorch_model.bin"
