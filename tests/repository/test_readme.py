@@ -18,7 +18,8 @@ from tests.support.limits import scaled
 
 SHOWN = "avx512"
 INT16_FAMILY = 2
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 COMMANDS = sorted({found.group(1) for found in re.finditer(r"^q4 (\w+)", README, re.MULTILINE)})
 
@@ -76,6 +77,14 @@ def test_the_report_is_the_one_shown(tmp_path: Path) -> None:
         expected = shown.replace(f"({SHOWN})", f"({name})").replace(f"_{SHOWN}", f"_{name.replace('-', '_')}")
         expected = expected.replace(f"M 1…{rows - 1}: ", f"M 1…{few - 1}: ").replace(f"M {rows}…∞: ", f"M {few}…∞: ")
         assert run_example(example, tmp_path, Q4_CPU_ISA=name).startswith(expected), name
+
+
+def test_ci_runs_the_two_commands() -> None:
+    """What the README begins with is run in CI, in a clone with the repository's name."""
+    commands = re.findall(r"nox -s \w+", README.partition("## Two commands")[2].partition("\n## ")[0])
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert commands == ["nox -s demo", "nox -s tests"]
+    assert all(f"\n{command} " in script.partition('/q4core"\n')[2] for command in commands)
 
 
 def test_commands_are_there() -> None:
