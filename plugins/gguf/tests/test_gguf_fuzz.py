@@ -95,9 +95,10 @@ def test_mutated_files(mutants: int, small_gguf: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", range(0, 400, 7))
 def test_truncated_anywhere(length: int, small_gguf: Path, tmp_path: Path) -> None:
-    """A file cut inside its header is always refused, by name."""
+    """A file cut inside its header is always refused, by name, and called cut."""
     path = tmp_path / "cut.gguf"
     path.write_bytes(small_gguf.read_bytes()[:length])
     with pytest.raises(q4.CheckpointError) as caught:
         read_everything(path)
     assert caught.value.where == str(path)
+    assert "truncated" in str(caught.value) or "download it again" in str(caught.value)

@@ -52,7 +52,7 @@ class Cursor:
                 name,
                 f"at most {self.left} bytes long (the rest of the file)",
                 count,
-                "The file is truncated or damaged.",
+                "Copy or download it again: the file is truncated or damaged.",
             )
         start = self.position
         self.position += count

@@ -119,7 +119,8 @@ def read_header(data: mmap | bytes, where: str) -> Header:
 def _count(cursor: Cursor, name: str, smallest: int) -> int:
     count = cursor.u64(name)
     if count > cursor.left // smallest:
-        cursor.fail(name, f"at most {cursor.left // smallest} (what fits into the file)", count)
+        rule = f"at most {cursor.left // smallest} (what fits into the file)"
+        cursor.fail(name, rule, count, "Copy or download it again: the file is truncated or damaged.")
     return count
 
 
@@ -163,7 +164,7 @@ def _place(cursor: Cursor, entry: TensorEntry, data_start: int, alignment: int) 
             f"end {label}",
             f"inside the file of {cursor.size} bytes",
             position + nbytes,
-            "The file is truncated or damaged.",
+            "Copy or download it again: the file is truncated or damaged.",
         )
     return attrs.evolve(entry, position=position, nbytes=nbytes)
 
