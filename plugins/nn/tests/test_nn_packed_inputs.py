@@ -211,6 +211,17 @@ def test_each_form_of_input_is_taken_or_refused_as_torch_does(three: tuple[nn.Mo
 
 
 @torch.no_grad()
+def test_the_state_has_torchs_name() -> None:
+    """Code that gives torch's layer ``hx`` by name gives it to the layers in its place."""
+    model = nn.Sequential(nn.GRU(40, 20))
+    x, hx = torch.randn(5, 3, 40), torch.randn(1, 3, 20)
+    to_ste_(model, FORMAT)
+    expected = model[0](x, hx=hx)[0]
+    pack_(model, q4.Session(CONFIG))
+    torch.testing.assert_close(model[0](x, hx=hx)[0], expected)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("size", [41, 39, 64])
 def test_a_packed_sequence_of_another_width_is_refused(size: int) -> None:
     """torch's own layer takes some of these and reads what is not there, so it is no measure here."""
