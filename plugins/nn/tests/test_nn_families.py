@@ -13,6 +13,7 @@ import q4core as q4
 from q4_nn import LanguageModel, TransformerConfig, build_transformer, load_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 EXACT = q4.SessionConfig(device="cpu", activation_precision="exact")
@@ -183,3 +184,11 @@ def test_norms_that_a_kind_always_has(lost: str | tuple[str, ...], tmp_path: Pat
     path = hollow(tmp_path / "model.gguf", tmp_path / "hollow.gguf", *([lost] if isinstance(lost, str) else lost))
     with q4.Session(EXACT) as session, pytest.raises(q4.CheckpointError, match="missing: blk"):
         load_model(path, session)
+
+
+@pytest.mark.parametrize("opened", [load_model, LanguageModel.open, TransformerConfig.from_gguf])
+def test_one_part_of_a_split_model(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """One part of a split file is refused however it is opened, by what to do with it."""
+    write(tmp_path / "model-00001-of-00002.gguf", "qwen3")
+    with pytest.raises(q4.CheckpointError, match=r"part 1 of 2.*llama-gguf-split --merge"):
+        opened(tmp_path / "model-00001-of-00002.gguf")
