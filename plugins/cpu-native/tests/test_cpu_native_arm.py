@@ -2,58 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.support.limits import scaled
+from tests.support.native import build, folder_of, tool
 
 pytestmark = [pytest.mark.arm, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "build" / "native-tests" / "aarch64"
 LIBRARIES = "/usr/aarch64-linux-gnu"
 SEED = "1"
 """Fixed, so that a failure is a change's and not the day's."""
 
 
-def _tool(name: str) -> str:
-    """Return a program of this environment, or else of the system."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    way_out = "Debian: apt install g++-aarch64-linux-gnu qemu-user-static; or deselect these tests: -m 'not arm'"
-    assert found, f"{name} is missing; {way_out}"
-    return found
-
-
-@functools.cache
-def _program() -> Path:
-    """Build the program, or bring it up to date, and return where it is."""
-    _tool("aarch64-linux-gnu-g++")
-    toolchain = ROOT / "native" / "tests" / "aarch64.cmake"
-    options = ["-DCMAKE_BUILD_TYPE=Release", "-DQ4_CPU_TESTS=ON", f"-DCMAKE_TOOLCHAIN_FILE={toolchain}"]
-    make = f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}"
-    for command in (
-        [_tool("cmake"), "-S", str(ROOT), "-B", str(FOLDER), "-G", "Ninja", make, *options],
-        [_tool("cmake"), "--build", str(FOLDER)],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return FOLDER / "native" / "tests" / "q4_cpu_tests"
-
-
 def _run(processor: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the program on an emulated processor."""
-    command = [_tool("qemu-aarch64-static"), "-L", LIBRARIES, "-cpu", processor, str(_program()), *arguments]
+    command = [tool("qemu-aarch64-static"), "-L", LIBRARIES, "-cpu", processor, str(build("aarch64")), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=scaled(300), check=False)
 
 
 def _answer(*command: str) -> str:
-    return subprocess.run([_tool(command[0]), *command[1:]], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool(command[0]), *command[1:]], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(
@@ -122,8 +92,8 @@ def test_planted_faults_are_found() -> None:
 )
 def test_the_instructions_are_those_of_the_set(isa: str, used: set[str], unused: set[str]) -> None:
     """Kernels multiply by the instructions that their set is named after, and by none that it lacks."""
-    _program()
-    code = FOLDER / "CMakeFiles" / f"q4_kernels_{isa}.dir" / "native" / "src" / f"kernels_{isa}.cpp.o"
+    build("aarch64")
+    code = folder_of("aarch64") / "CMakeFiles" / f"q4_kernels_{isa}.dir" / "native" / "src" / f"kernels_{isa}.cpp.o"
     listing = _answer("aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", str(code))
     found = {line.split("\t")[1].strip() for line in listing.splitlines() if "\t" in line}
     assert used <= found

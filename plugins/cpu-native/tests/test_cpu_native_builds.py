@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.support.limits import scaled
+from tests.support.native import build, folder_of, tool
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 SEED = "1"
 """Fixed, so that a failure is a change's and not the day's; `q4_cpu_tests fuzz 1000000 $RANDOM` searches further."""
-COMMON = "-O1 -g1 -fno-sanitize-recover=all -DQ4_CPU_STALL_NS=1000000000000"
-"""However slow threads are here, they share the work."""
 ADDRESS, THREAD = (pytest.param(kind, marks=pytest.mark.soak) for kind in ("address", "thread"))
 """Each is a build of its own, of a minute or two."""
-ALONE = "-DQ4_CPU_TESTS=ON"
-BUILDS = {
-    "plain": [f"-DPython_EXECUTABLE={sys.executable}"],
-    "address": [ALONE, f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=address,undefined -fno-omit-frame-pointer"],
-    "thread": [ALONE, f"-DQ4_CPU_TEST_FLAGS={COMMON} -fsanitize=thread", "-DQ4_CPU_STD_THREADS=ON"],
-}
-
-
-def _tool(name: str) -> str:
-    """Return a program of this environment, or else of the system."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    assert found, f"{name} is needed to build the native tests"
-    return found
-
-
-def _folder(kind: str) -> Path:
-    """Return where a program is built: the plain one where the module was, so that its kernels are compiled once."""
-    if kind == "plain":
-        installed = sorted((ROOT / "build").glob(f"cp{sys.version_info.major}{sys.version_info.minor}-*"))
-        return (*installed, ROOT / "build" / "native-tests" / "plain")[0]
-    return ROOT / "build" / "native-tests" / kind
-
-
-@functools.cache
-def _program(kind: str) -> Path:
-    """Build the program, or bring it up to date, and return where it is."""
-    folder = _folder(kind)
-    options = [f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}", "-DCMAKE_BUILD_TYPE=Release"]
-    for command in (
-        [_tool("cmake"), "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *options, *BUILDS[kind]],
-        [_tool("cmake"), "--build", str(folder), "--target", "q4_cpu_tests"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return folder / "native" / "tests" / "q4_cpu_tests"
 
 
 @functools.cache
@@ -71,7 +31,7 @@ def _fixed_addresses() -> tuple[str, ...]:
 
 def _run(kind: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     prefix = _fixed_addresses() if kind == "thread" else ()
-    command = [*prefix, str(_program(kind)), *arguments]
+    command = [*prefix, str(build(kind)), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=scaled(300), check=False)
 
 
@@ -171,7 +131,7 @@ def test_the_sanitizers_are_at_work(kind: str, flaw: str) -> None:
     told = {"heap": "heap-buffer-overflow", "sign": "signed integer overflow", "race": "data race"}
     assert told[flaw] in done.stderr
     commands = subprocess.run(
-        [_tool("ninja"), "-C", str(_folder(kind)), "-t", "commands"], capture_output=True, text=True, check=True
+        [tool("ninja"), "-C", str(folder_of(kind)), "-t", "commands"], capture_output=True, text=True, check=True
     )
     compiled = [line for line in commands.stdout.splitlines() if " -c " in line]
     assert any("kernels_" in line for line in compiled)
@@ -189,8 +149,8 @@ def test_the_sanitizers_are_at_work(kind: str, flaw: str) -> None:
 )
 def test_the_instructions_are_those_of_the_set(isa: str, used: set[str], unused: set[str]) -> None:
     """Kernels multiply by the instructions that their set is named after, and by none that it lacks."""
-    _program("plain")
-    code = _folder("plain") / "CMakeFiles" / f"q4_kernels_{isa}.dir" / "native" / "src" / f"kernels_{isa}.cpp.o"
+    build("plain")
+    code = folder_of("plain") / "CMakeFiles" / f"q4_kernels_{isa}.dir" / "native" / "src" / f"kernels_{isa}.cpp.o"
     listing = _answer("objdump", "-d", "--no-show-raw-insn", str(code))
     assert all(word in listing for word in used)
     assert not any(word in listing for word in unused)
@@ -200,4 +160,4 @@ def test_the_instructions_are_those_of_the_set(isa: str, used: set[str], unused:
 
 
 def _answer(*command: str) -> str:
-    return subprocess.run([_tool(command[0]), *command[1:]], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool(command[0]), *command[1:]], capture_output=True, text=True, check=True).stdout
