@@ -12,6 +12,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 
+import q4_transformers
 import q4core as q4
 from q4_nn import load_model
 
@@ -187,3 +188,11 @@ def test_logits(name: str, kind: Type, tmp_path: Path) -> None:
         if name != "phi3-long":  # a cache keeps keys that were turned for a short sequence
             cache = ours.make_cache(40, 2)
             assert error(torch.cat([ours(piece, cache) for piece in tokens.split([11, 1, 28], 1)], 1)) < limit
+
+
+def test_one_part_of_a_split_model(tmp_path: Path) -> None:
+    """transformers' loading by this package refuses one part of a split file, as every other opening does."""
+    path = tmp_path / "model-00002-of-00003.gguf"
+    write(path, "qwen2", make("qwen2"), Type.Q8_0)
+    with pytest.raises(q4.CheckpointError, match=r"part 2 of 3.*llama-gguf-split --merge"):
+        q4_transformers.load(path)
