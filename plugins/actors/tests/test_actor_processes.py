@@ -145,7 +145,7 @@ def test_answers_that_nobody_waits_for() -> None:
         ref.stop(timeout=scaled(5.0))
         assert ref.page.why == "it was stopped"  # type: ignore[attr-defined]  # a process's
         assert ref.page.current[0] == 0  # type: ignore[attr-defined]  # it was not killed
-        assert not [item for folder in SHARED.glob("q4actors-*") for item in folder.glob("m*")]
+        assert not [*system._runtime._post.folder.glob("m*")]
 
 
 def test_files_of_askers_that_ended() -> None:

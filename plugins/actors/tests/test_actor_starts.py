@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from acting import Echo, Gone, Holding
-from actor_fixtures import SHARED
 
 from q4_actors import ActorDeadError, ActorError, ActorSystem
 from tests.support.limits import scaled
@@ -31,7 +30,7 @@ def test_page_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(os, "posix_fallocate", refuse)
             with pytest.raises(ActorError, match=r"no room for another actor: .*No space left"):
                 system.spawn(Echo)
-        assert not [item for folder in SHARED.glob("q4actors-*") for item in folder.glob("page*")]
+        assert not [*system._runtime._post.folder.glob("page*"), *system._runtime._post.folder.glob("box*")]
         assert system.spawn(Echo).ask(1, timeout=scaled(20.0)) == 1
 
 
