@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheWarning", "CachedModel", "open_folder"]
 
 _T = TypeVar("_T")
-_VERSION = 2
+_VERSION = 3
 _HEAD_BYTES = 1 << 18
 _WISHES = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
 _UNHEARD = {"Q4_LOG", "Q4_CACHE", "Q4_CACHE_LIMIT"}
