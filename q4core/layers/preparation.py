@@ -121,7 +121,7 @@ def _prepare(
             failures[backend.name] = prepared  # else it refused both, and linear alone may be tried
     # What was selected is what was prepared and proven; asking again could answer another one by now.
     selection = attrs.evolve(selection, proven=True)
-    kept = None if can_export(backend) else given
+    kept = None if can_export(backend) else source  # with the levels of its scales
     sources = [] if kept is None else [tensor for _, tensor in kept.tensors()]
     plan = make_plan(selection, backend, prepared, kept)
     buffers = [as_bytes(tensor.detach()) for tensor in (*prepared.tensors, *sources)]

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from q4_cpu_native.isa import choose
-from q4_cpu_native.layout import TileMeta, matrix_of, source_arguments
+from q4_cpu_native.layout import CHUNK, SMALL_BLOCK, TileMeta, matrix_of, source_arguments
 from q4_cpu_native.program import NativeRunner
 from q4_cpu_native.tables import table_of, words_of
 from q4core import (
@@ -45,7 +45,6 @@ __all__ = ["CpuNative"]
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXACT, _A8, _A16 = 0, 1, 2
 _NAMES = {_EXACT: "exact", _A8: "w4a8", _A16: "w4i16"}
-_SMALL_BLOCK, _CHUNK = 16, 32
 # Where both products take as long, on AVX2 and AVX-512 alike: benchmarks/results/spikes.json.
 _MOST_ONES_OF_ONE_ROW, _MOST_ONES = 0.3, 0.18
 _FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
@@ -63,7 +62,7 @@ class CpuNative:
     api_version: tuple[int, int] = (1, 0)
     capabilities: Capabilities = Capabilities(
         formats=_FORMATS,
-        scale_kinds={ScaleKind.PLAIN, ScaleKind.E8M0, ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV},
+        scale_kinds=set(ScaleKind),
         devices={"cpu"},
         dtypes=_TYPES,
         ops={"linear", "program", "spikes"},
@@ -104,8 +103,10 @@ class CpuNative:
             return Support.no([Reason(self._chosen.code, told)], native_state="not usable")
         state = f"loaded ({told})" if self._chosen.was_run else f"loaded ({told}, never run on such hardware)"
         reasons = []
-        if request.block_size != _SMALL_BLOCK and request.block_size % _CHUNK:
-            message = f"blocks must be of {_SMALL_BLOCK} or a multiple of {_CHUNK}, got {request.block_size}"
+        is_whole_row = request.block_size >= request.in_features
+        if request.block_size != SMALL_BLOCK and request.block_size % CHUNK and not is_whole_row:
+            rule = f"blocks must be of {SMALL_BLOCK}, a multiple of {CHUNK}, or a whole row"
+            message = f"{rule}, got {request.block_size} of {request.in_features} in-features"
             reasons.append(Reason(ReasonCode.SHAPE, message))
         if request.out_dtype != request.dtype:
             reasons.append(Reason(ReasonCode.DTYPE, f"y must have x's dtype, asked for {request.out_dtype}"))
@@ -134,15 +135,18 @@ class CpuNative:
         meta = TileMeta.of(weight)
         matrix = matrix_of(meta)
         tiles = context.empty((matrix.prepared_bytes,), torch.uint8)
-        arguments, kept = source_arguments(weight, meta)
+        is_nested = weight.scale_kind is ScaleKind.DOUBLE_QUANT
+        arguments, kept = source_arguments(weight.with_plain_scale() if is_nested else weight, meta)
         matrix.pack(*arguments, tiles.data_ptr(), torch.get_num_threads())
         del kept
-        tiled = {"qdata", "scale", "offset", "zero"}
-        sides = [context.keep(tensor) for name, tensor in weight.tensors() if name not in tiled]
+        sides = [context.keep(tensor) for name, tensor in weight.tensors() if name in meta.sides]
         return Prepared((tiles, *sides), meta)
 
     def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
-        """Return the weight, whole or the given rows: codes and numbers bit for bit, padding as zeros."""
+        """Return the weight, whole or the given rows: codes and numbers bit for bit, padding as zeros.
+
+        Scales of two levels come back whole; of some rows they are plain ones, as ``PackedWeight.take_rows`` gives.
+        """
         meta: TileMeta = prepared.meta
         spec = meta.spec
         count = spec.out_features if rows is None else rows.numel()
@@ -164,16 +168,15 @@ class CpuNative:
             0 if second is None else second.data_ptr(),
             torch.get_num_threads(),
         )
-        sides = iter(prepared.tensors[1:])
-        fields: dict[str, Any] = {"qdata": _packed(codes, spec.packing), "scale": scale}
-        for name in spec.fields:
-            if name in {"offset", "zero"}:
-                fields[name] = second
-            elif name not in fields:
-                fields[name] = next(sides)
+        sides = dict(zip(meta.sides, prepared.tensors[1:], strict=True))
+        own = {"qdata": _packed(codes, spec.packing), "scale": scale, "offset": second, "zero": second}
+        if index is not None and spec.scale_kind is ScaleKind.DOUBLE_QUANT:
+            names = tuple(name for name in spec.fields if not name.startswith("nested_"))
+            spec, sides = attrs.evolve(spec, scale_kind=ScaleKind.PLAIN, fields=names), {}
+        fields: dict[str, Any] = {name: sides.get(name, own.get(name)) for name in spec.fields}
         if index is not None and "global_scale" in fields and fields["global_scale"].numel() > 1:
             fields["global_scale"] = fields["global_scale"][index]
-        return attrs.evolve(spec, out_features=count, fields=tuple(fields)).build(tuple(fields.values()))
+        return attrs.evolve(spec, out_features=count).build(tuple(fields.values()))
 
     def bind_program(
         self, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]
@@ -199,8 +202,8 @@ class CpuNative:
         *,
         bias: torch.Tensor | None,
         path: str,
-    ) -> None:
-        """Run one native call."""
+    ) -> int:
+        """Run one native call, and return how many rows of x had outliers."""
         call = prepared.meta.call
         tensors = prepared.tensors
         address = count = 0
@@ -208,7 +211,7 @@ class CpuNative:
             given = _global_scale(prepared)
             address, count = given.data_ptr(), given.numel()
         rows = x.shape[0]
-        call.linear(
+        rows_with_outliers: int = call.linear(
             tensors[0].data_ptr(),
             address,
             count,
@@ -224,6 +227,7 @@ class CpuNative:
             torch.get_num_threads(),
             self._isa,
         )
+        return rows_with_outliers
 
     def spikes(self, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None) -> None:
         """Run one native call, with the bits of the exact product."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from q4_cpu_native._native import Matrix
 
-__all__ = ["Call", "TileMeta", "matrix_of", "source_arguments"]
+__all__ = ["CHUNK", "SMALL_BLOCK", "Call", "TileMeta", "matrix_of", "source_arguments"]
 
 _TYPES = {
     torch.float32: 0,
@@ -32,6 +32,8 @@ _TYPES = {
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
 _LAYOUT = 1
 """Number of the tiles' layout, for what another process stored: higher after any change of the prepared bytes."""
+SMALL_BLOCK, CHUNK = 16, 32
+"""Blocks are of 16 in-features, of whole chunks, or of a whole row."""
 _NONE, _OFFSET, _ZERO = 0, 1, 2
 _ORDERS = {NibbleOrder.LOW_FIRST: 0, NibbleOrder.HIGH_FIRST: 1, NibbleOrder.HALF_SPLIT: 2, NibbleOrder.BYTES: 3}
 _SYMMETRIC_ZERO = 8.0
@@ -43,7 +45,7 @@ class Call:
 
     matrix: Matrix
     """The native description."""
-    linear: Callable[..., None]
+    linear: Callable[..., int]
     """Its product."""
     out_features: int
     in_features: int
@@ -64,7 +66,8 @@ class TileMeta:
     def of(cls, weight: PackedWeight) -> TileMeta:
         """Return the layout of a weight."""
         second = weight.offset if weight.offset is not None else weight.zero
-        return cls(WeightSpec.of(weight), weight.scale.dtype, None if second is None else second.dtype)
+        scale = torch.float32 if weight.scale_kind is ScaleKind.DOUBLE_QUANT else weight.scale.dtype
+        return cls(WeightSpec.of(weight), scale, None if second is None else second.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as what JSON holds."""
@@ -96,6 +99,22 @@ class TileMeta:
         return cls(spec, _DTYPES[facts["scale_dtype"]], _DTYPES.get(facts["second_dtype"]))
 
     @property
+    def sides(self) -> tuple[str, ...]:
+        """The fields that are kept as they are, next to the tiles."""
+        # Tiles hold scales of one level; those of two are kept for export, a byte for each block.
+        tiled = {"qdata", "offset", "zero"} | (
+            {"scale"} if self.spec.scale_kind is not ScaleKind.DOUBLE_QUANT else set()
+        )
+        return tuple(name for name in self.spec.fields if name not in tiled)
+
+    @property
+    def block(self) -> int:
+        """In-features per scale of the tiles: a block that is a whole row is filled up to whole chunks."""
+        spec = self.spec
+        is_whole_row = spec.block_size >= spec.in_features and spec.block_size != SMALL_BLOCK
+        return -(-spec.in_features // CHUNK) * CHUNK if is_whole_row else spec.block_size
+
+    @property
     def second_field(self) -> str | None:
         """``offset``, ``zero`` or None: the second number of a block."""
         return next((field for field in ("offset", "zero") if field in self.spec.fields), None)
@@ -104,8 +123,7 @@ class TileMeta:
     def call(self) -> Call:
         """What is the same in every product; asking for it must cost nothing."""
         spec = self.spec
-        names = [name for name in spec.fields if name not in {"qdata", "scale", "offset", "zero"}]
-        place = 1 + names.index("global_scale") if "global_scale" in names else None
+        place = 1 + self.sides.index("global_scale") if "global_scale" in self.sides else None
         divides = spec.scale_kind is ScaleKind.E4M3_DIV
         matrix = matrix_of(self)
         return Call(matrix, matrix.linear, spec.out_features, spec.in_features, place, divides)
@@ -131,7 +149,7 @@ def matrix_of(meta: TileMeta) -> Matrix:
     kind = spec.scale_kind
     if kind is ScaleKind.E8M0:
         scale_type = 4
-    elif kind is ScaleKind.PLAIN:
+    elif kind in {ScaleKind.PLAIN, ScaleKind.DOUBLE_QUANT}:
         scale_type = _TYPES[meta.scale_dtype]
     else:
         scale_type = 3
@@ -140,7 +158,7 @@ def matrix_of(meta: TileMeta) -> Matrix:
     return _native.Matrix(
         spec.out_features,
         spec.in_features,
-        spec.block_size,
+        meta.block,
         spec.format.bits,
         scale_type,
         second,

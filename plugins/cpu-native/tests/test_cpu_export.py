@@ -1,0 +1,97 @@
+"""What was prepared comes back as it was stored, byte for byte, and what has a block for each row runs here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import q4core as q4
+from q4_cpu_native import CpuNative
+from q4core import Packing, ScaleKind
+
+BACKEND = CpuNative("")
+PACKINGS = [Packing.LOW_FIRST, Packing.HIGH_FIRST, Packing.half_split(32), Packing.half_split(128)]
+
+
+def _layer(weight: q4.PackedWeight, dtype: torch.dtype | None = None) -> q4.Q4Linear:
+    class Plugin:
+        @q4.hookimpl
+        def q4_backends(self) -> list[CpuNative]:
+            return [BACKEND]
+
+    config = q4.SessionConfig(activation_precision="exact", compute_dtype=dtype)
+    return q4.Session(config, registry=q4.Registry([("cpu-native", Plugin())])).linear(weight)
+
+
+def _kinds() -> list[Any]:
+    kinds = []
+    for format_ in q4.BUILTIN_FORMATS.values():
+        for kind in sorted(format_.scale_kinds, key=lambda item: item.value):
+            forms: list[dict[str, Any]] = (
+                [{}] if format_.name != "int4" else [{"symmetric": True}, {"symmetric": False}]
+            )
+            kinds += [
+                pytest.param(format_.name, {"scale_kind": kind} | form, id=f"{format_.name}-{kind.value}-{index}")
+                for index, form in enumerate(forms)
+            ]
+    return kinds
+
+
+def _dense(rows: int = 24, columns: int = 256) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+
+
+def _assert_same(got: q4.PackedWeight, weight: q4.PackedWeight) -> None:
+    assert {name for name, _ in got.tensors()} == {name for name, _ in weight.tensors()}
+    for name, tensor in weight.tensors():
+        own = getattr(got, name)
+        assert (own.dtype, own.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(own.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    for fact in ("format", "scale_kind", "packing", "blocks", "block_size", "nested_block_size", "dtype", "shape"):
+        assert getattr(got, fact) == getattr(weight, fact), fact
+
+
+@pytest.mark.parametrize(("format_", "options"), _kinds())
+@pytest.mark.parametrize("packing", PACKINGS, ids=str)
+def test_every_kind_comes_back(format_: str, options: dict[str, Any], packing: Packing) -> None:
+    """Codes, scales, levels of scales, offsets and zero points are those that were given, in dtype and in bytes."""
+    if q4.BUILTIN_FORMATS[format_].bits == 4:  # or 8, a byte for each code
+        options = options | {"packing": packing}
+    weight = q4.quantize(_dense(), format_, **options)
+    _assert_same(_layer(weight).packed_weight(), weight)
+
+
+@pytest.mark.parametrize("format_", ["nf4", "fp4"])
+def test_two_levels_of_scales(format_: str) -> None:
+    """A double-quantised weight computes and gives rows as its resolved scales do, and is saved as it was read."""
+    weight = q4.quantize(_dense(), format_, scale_kind=ScaleKind.DOUBLE_QUANT)
+    layer, plain = _layer(weight), _layer(weight.with_plain_scale())
+    x = _dense(3)
+    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer.rows(torch.tensor([5, 0, 23])), q4.dequantize(weight)[[5, 0, 23]])
+    again = q4.Q4Linear.empty(24, 256)
+    again.load_state_dict(layer.state_dict())
+    _assert_same(again.packed_weight(), weight)
+
+
+@pytest.mark.parametrize("columns", [8, 40, 100])
+def test_a_block_for_each_row_may_have_any_length(columns: int) -> None:
+    """Checkpoints that store no block size give one of K to a row with one scale: it needs no multiple of 32."""
+    for is_symmetric in (True, False):
+        weight = q4.quantize(_dense(24, columns), "int4", symmetric=is_symmetric, block_size=128)
+        read = q4.quantize(_dense(24, columns), "int4", symmetric=is_symmetric, block_size=columns)
+        x = _dense(3, columns)
+        layer = _layer(read)
+        assert torch.equal(layer(x), _layer(weight)(x))
+        _assert_same(layer.packed_weight(), read)
+
+
+def test_blocks_of_another_length_are_refused_with_the_rule() -> None:
+    """A block that is neither 16, nor a multiple of 32, nor a row is refused by name."""
+    weight = q4.quantize(_dense(24, 80), "int4", block_size=40)
+    with pytest.raises(
+        q4.BackendUnavailableError, match="blocks must be of 16, a multiple of 32, or a whole row, got 40"
+    ):
+        _layer(weight)
