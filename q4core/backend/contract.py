@@ -143,7 +143,7 @@ class Backend(Protocol):
         *,
         bias: torch.Tensor | None,
         path: str,
-    ) -> None:
+    ) -> int | None:
         """Write ``x @ wᵀ + bias`` to ``out``.
 
         Args:
@@ -152,5 +152,8 @@ class Backend(Protocol):
             out: [M, N] of the request's out_dtype, contiguous; written completely, never read.
             bias: [N] of the out_dtype, or None.
             path: Name of one of the paths that were selected.
+
+        Returns:
+            None, or how many rows of x had outliers, numbers next to which rounding would lose the others: for reports.
         """
         ...

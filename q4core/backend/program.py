@@ -323,11 +323,14 @@ class BoundLayer:
 class Runner(Protocol):
     """A bound program."""
 
-    def __call__(self) -> None:
+    def __call__(self) -> Sequence[int] | None:
         """Run every step once.
 
         What a step gives depends on what it reads alone, to the bit: neither on the number of threads nor on the steps
         round it. All but the reference allocate nothing.
+
+        Returns:
+            None, or of each step how many rows of x had outliers, as ``linear`` does.
 
         Raises:
             InputError: A token or a position is out of range. Nothing has been written.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from q4core.backend import Segment
 
 _SUMMARY = ("format", "backend", "compute_path", "fallback_reason", "native_load_state")
+_COUNTED = ("prepared_bytes", "source_bytes", "outlier_rows", "notes", "memory")
 
 
 @attrs.frozen(kw_only=True)
@@ -27,6 +28,7 @@ class Diagnostics(Selection):
         calls: How often each segment of the selection ran. Replayed CUDA graphs don't tick.
         prepared_bytes: Bytes of the buffers.
         source_bytes: Those of them that are the source, kept because the backend can't export.
+        outlier_rows: Rows of x that had outliers, where activations are rounded: they cost more time, or precision.
         notes: What was assumed while the weight was read.
         memory: What became of the buffers under the unified-memory policy, one line each; then where the bias lies.
         input_memory: What became of x under it, with how many calls; empty under DISABLED.
@@ -36,6 +38,7 @@ class Diagnostics(Selection):
     calls: tuple[int, ...]
     prepared_bytes: int
     source_bytes: int
+    outlier_rows: int = 0
     notes: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
     input_memory: Mapping[str, int] = attrs.field(factory=dict)
@@ -81,7 +84,7 @@ class Diagnostics(Selection):
         record = {"layer": self.layer} | super().to_dict()
         record["path_name"] = self.path_name
         record["paths"] = [path | {"calls": calls} for path, calls in zip(record["paths"], self.calls, strict=True)]
-        counted = {name: getattr(self, name) for name in ("prepared_bytes", "source_bytes", "notes", "memory")}
+        counted = {name: getattr(self, name) for name in _COUNTED}
         return record | counted | {"input_memory": dict(self.input_memory)}
 
     def __str__(self) -> str:
@@ -93,6 +96,8 @@ class Diagnostics(Selection):
             lines.append(f"  M {_span(segment)}: {segment.path.name} [{segment.path.facts}] ran {calls} ×")
         lines.extend(f"  gradient, M {_span(segment)}: {segment.path.name}" for segment in self.gradients)
         lines.extend(f"  gradient refused: {reason}" for reason in self.gradients_refused)
+        if self.outlier_rows:
+            lines.append(f"  outliers in {counted(self.outlier_rows, 'row')} of x")
         if self.fallback_reason:
             lines.append(f"  fallback: {self.fallback_reason}")
         lines.extend(f"  disqualified: {reason}" for reason in self.disqualified)

@@ -138,12 +138,14 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
                 return None
         try:
             if two:
-                linear(prepared, x, out, bias=bias, path=names[index])
+                found = linear(prepared, x, out, bias=bias, path=names[index])
             else:
-                linear(prepared, x.view(rows, features), out.view(rows, outputs), bias=bias, path=names[index])
+                found = linear(prepared, x.view(rows, features), out.view(rows, outputs), bias=bias, path=names[index])
         except PLUGIN_FAULTS as error:
             raise_broken_call(error, plan.backend, "linear", names[index])
         counts[index] += 1
+        if type(found) is int and found:  # of another backend, whatever it returns
+            live.outlier_rows += found
         return out
 
     return fast

@@ -165,6 +165,7 @@ class Q4Linear(PackedModule):
             calls=tuple(live.counts),
             prepared_bytes=sum(tensor.numel() for tensor in live.tensors),
             source_bytes=live.source_bytes,
+            outlier_rows=live.outlier_rows,
             notes=self._content.labels["notes"],
             memory=tuple(memory),
             input_memory=dict(live.input_memory),

@@ -57,6 +57,8 @@ class LiveLayer:
     """The backend's own view of the buffers."""
     counts: list[int] = attrs.field(init=False)
     """Calls by segment of M."""
+    outlier_rows: int = attrs.field(init=False, default=0)
+    """Rows of x that had outliers."""
     input_memory: dict[str, int] = attrs.field(init=False, factory=dict)
     """Calls by what became of x under the unified-memory policy."""
 
@@ -88,8 +90,8 @@ def forget_layer(layer: LiveLayer) -> None:
 
 def _run_plan(
     plan: Plan, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
-) -> int | None:
-    """Run a checked call, and return which segment of M ran; None where M = 0.
+) -> tuple[int, int | None] | None:
+    """Run a checked call; return which segment of M ran and what the backend returned, or None where M = 0.
 
     Flattens leading dimensions, copies what a backend may not see (rows that are not contiguous), guards the device.
     """
@@ -124,14 +126,14 @@ def _run_plan(
         with without_casts("cuda" if is_cuda else "cpu"):
             if is_cuda and x.get_device() != torch.cuda.current_device():
                 with torch.cuda.device(x.device):
-                    plan.backend.linear(prepared, flat, target, bias=bias, path=path)
+                    found = plan.backend.linear(prepared, flat, target, bias=bias, path=path)
             else:
-                plan.backend.linear(prepared, flat, target, bias=bias, path=path)
+                found = plan.backend.linear(prepared, flat, target, bias=bias, path=path)
     except PLUGIN_FAULTS as error:
         raise_broken_call(error, plan.backend, "linear", path)
     if not is_plain:
         out.copy_(target.view(out.shape))
-    return index
+    return index, found
 
 
 def _widths(plan: Shapes, *, to_input: bool) -> tuple[int, int]:
@@ -173,9 +175,11 @@ def run_op(
     if out is None:
         # Sizes one by one: a tuple of them costs 1 µs more.
         out = torch.empty(*x.shape[:-1], plan.out_features, dtype=plan.dtype, device=device)
-    segment = _run_plan(plan, prepared, x, out, bias)
-    if live is not None and segment is not None:
+    ran = _run_plan(plan, prepared, x, out, bias)
+    if live is not None and ran is not None:
+        segment, found = ran
         live.counts[segment] += 1
+        live.outlier_rows += found if type(found) is int else 0
     return out
 
 

@@ -99,10 +99,12 @@ class BoundProgram:
         self._tensors = [*self._given, *own]
         self._places = self._found()
         self._counts: list[tuple[list[int], int]] = []
+        self._packed: list[tuple[int, LiveLayer]] = []
         if record.backend != _REFERENCE:  # which calls the layers, who count for themselves
-            rows = ((step.layer, step.inputs[0].rows) for step in program.steps if step.op.value == "linear")
-            uses = [(lives[layer], count) for layer, count in rows if layer is not None]
-            self._counts = [(live.counts, live.plan.segment_index(count) or 0) for live, count in uses]
+            steps = [(number, step) for number, step in enumerate(program.steps) if step.op.value == "linear"]
+            uses = [(number, lives[step.layer], step) for number, step in steps if step.layer is not None]
+            self._counts = [(live.counts, live.plan.segment_index(step.inputs[0].rows) or 0) for _, live, step in uses]
+            self._packed = [(number, live) for number, live, _ in uses]
 
     def __call__(self) -> None:
         """Run every step once.
@@ -116,12 +118,15 @@ class BoundProgram:
             if not self.is_whole():
                 self._refuse()
             try:
-                self._run()
+                found = self._run()
             except PLUGIN_FAULTS as error:
                 raise_broken_call(error, self._backend, "program")
             self.record.calls += 1
             for counts, index in self._counts:
                 counts[index] += 1
+            if found:
+                for number, live in self._packed:
+                    live.outlier_rows += found[number]
 
     def is_whole(self) -> bool:
         """Return whether every buffer and layer is where and what it was: whether a call runs, and does not raise."""
