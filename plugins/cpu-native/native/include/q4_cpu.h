@@ -21,14 +21,14 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 5
+#define Q4_CPU_ABI_VERSION 6
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
 typedef enum { Q4_F32, Q4_BF16, Q4_F16, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_I8, Q4_I32 } q4_type;
 typedef enum { Q4_NONE, Q4_OFFSET, Q4_ZERO } q4_second;
 typedef enum { Q4_LOW_FIRST, Q4_HIGH_FIRST, Q4_HALF_SPLIT, Q4_BYTES } q4_order;
-/* Activations as they come, or rounded to int8 or int16 with a scale for each 32 in-features. */
+/* Activations as they come, or rounded to int8 or int16 with a scale for each 32 in-features, but for outliers. */
 typedef enum { Q4_EXACT, Q4_A8, Q4_A16 } q4_family;
 /* Where a machine has several, the later one is preferred. */
 typedef enum {
@@ -91,6 +91,7 @@ typedef struct {
     const void *bias; /* NULL or [N] of y's type */
     int32_t family;   /* q4_family */
     int32_t threads;
+    int64_t *outlier_rows; /* NULL, or raised by the rows of x that had outliers: int8 and int16 alone */
 } q4_call;
 
 int32_t q4_cpu_abi_version(void);
@@ -196,6 +197,8 @@ int32_t q4_cpu_program_make(const q4_step *steps, int64_t count, int32_t threads
  * Returns as above; -3 where the program is running already; 1 + the number of a step whose token or position is out of
  * range, before anything is written. */
 int32_t q4_cpu_program_run(q4_program *program, int32_t threads);
+/* How many rows of x of that step, a packed product, had outliers in the last run. */
+int64_t q4_cpu_program_outlier_rows(const q4_program *program, int64_t step);
 void q4_cpu_program_free(q4_program *program);
 
 #ifdef __cplusplus

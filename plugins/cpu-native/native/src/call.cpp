@@ -32,6 +32,21 @@ thread_local std::vector<uint8_t> t_odd;
 constexpr int32_t kHuge = 217 << 23, kInfinity = 0x7f800000;
 constexpr float kShrink = 18446744073709551616.0f;  // 2^64
 
+// Take the outliers out of 32 numbers, from in-feature `first` on; returns the bits of the largest magnitude that remains.
+int32_t take_outliers(const q4_matrix& m, const Layout& at, uint32_t found, int64_t first, float* values, Outlier* to) {
+    int32_t most = 0;
+    for (int j = 0; j < kChunk; ++j) {
+        if (found >> j & 1) {
+            *to++ = {place_of(m, at, first + j), values[j]};
+            values[j] = 0.0f;
+        }
+        int32_t bits;
+        std::memcpy(&bits, values + j, 4);
+        most = std::max(most, bits & 0x7fffffff);
+    }
+    return most;
+}
+
 // Lay the rows of one pass out.
 void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& kernels, const Pass& pass,
              const int64_t* index, const Rows& to, uint8_t* odd) {
@@ -47,6 +62,8 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
     for (int r = 0; r < pass.rows; ++r) {
         const auto* x = static_cast<const uint8_t*>(c.x) + index[pass.first + r] * c.x_stride * size;
         bool is_odd = false, is_infinite = false;
+        const int64_t row = pass.first + r, most_outliers = Rows::most_outliers(at);
+        int64_t outliers = 0;
         for (int64_t chunk = 0; chunk < at.chunks; ++chunk) {
             const int64_t k = chunk * kChunk, here = std::min<int64_t>(kChunk, m.columns - k);
             const int64_t place = pass.first * at.chunks + chunk * pass.rows + r;
@@ -56,11 +73,17 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
                 from = static_cast<uint8_t*>(std::memcpy(tail, from, static_cast<size_t>(here * size)));
             }
             float* values = to.values ? to.values + place * kChunk : buffer;
-            const int32_t most = kernels.widen(from, c.x_type, values);
+            int32_t most = kernels.widen(from, c.x_type, values);
             is_odd |= most > kHuge;
             if (to.values) {
                 is_infinite |= most >= kInfinity;
                 continue;
+            }
+            if (const uint32_t found = is_odd ? 0 : kernels.find_outliers(values, most)) {
+                const int64_t count = __builtin_popcount(found);
+                is_odd = outliers + count > most_outliers;
+                if (!is_odd) most = take_outliers(m, at, found, k, values, to.outliers + row * most_outliers + outliers);
+                outliers += count;
             }
             int32_t sums[2];
             int8_t* levels = to.levels + place * to.chunk_bytes;
@@ -81,7 +104,8 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
             for (int64_t k = 0; is_odd && k < at.chunks * kChunk; ++k)
                 to.values[(pass.first * at.chunks + k / kChunk * pass.rows + r) * kChunk + k % kChunk] /= kShrink;
         }
-        odd[pass.first + r] = is_odd;
+        odd[row] = is_odd;
+        if (to.outlier_count) to.outlier_count[row] = static_cast<int32_t>(outliers);
     }
     if (c.family != Q4_A8 || !kernels.pair_rows || pass.rows == 1) return;
     for (int64_t chunk = 0; chunk < at.chunks; ++chunk)
@@ -115,14 +139,20 @@ void Product::lay_out(int64_t first_pass, int64_t last_pass) const {
 }
 
 void Product::tiles(int64_t first, int64_t last, Panel* panel, float* sums) const {
-    const auto deliver = [&](int64_t t, int64_t i, const float* from) {
-        kernels.finish(finish_of(m, c, t, index[i], odd[i] != 0), from);
+    const auto deliver = [&](const Tile& tile, int64_t t, int64_t i, const float* from) {
+        Finish f = finish_of(m, c, t, index[i], odd[i] != 0);
+        alignas(64) double outliers[kTileRows];
+        if (rows.has_outliers(i) && !odd[i]) {
+            kernels.outliers(m)(tile, rows.outliers + i * Rows::most_outliers(at), rows.outlier_count[i], outliers);
+            f.outliers = outliers;
+        }
+        kernels.finish(f, from);
     };
     const auto direct = [&](const Tile& tile, int64_t t) {
         alignas(64) float few[8 * kTileRows];
         for (const Pass* pass = passes; pass < passes + pass_count; ++pass) {
             pass->direct(tile, rows.from(at, *pass, 0), few);
-            for (int r = 0; r < pass->rows; ++r) deliver(t, pass->first + r, few + r * kTileRows);
+            for (int r = 0; r < pass->rows; ++r) deliver(tile, t, pass->first + r, few + r * kTileRows);
         }
     };
     const PanelDecoder decode = has_panels ? kernels.decoder(m, c.family) : nullptr;
@@ -136,7 +166,7 @@ void Product::tiles(int64_t first, int64_t last, Panel* panel, float* sums) cons
             for (const Pass* pass = passes; pass < passes + pass_count; ++pass)
                 pass->panel(*panel, rows.from(at, *pass, chunk), end - chunk, sums + pass->first * kTileRows);
         }
-        for (int64_t r = 0; r < count; ++r) deliver(t, r, sums + r * kTileRows);
+        for (int64_t r = 0; r < count; ++r) deliver(tile, t, r, sums + r * kTileRows);
     };
     for (int64_t t = first; t < last; ++t) {
         const Tile tile{m, at, c.tiles + t * at.tile_bytes};
@@ -163,6 +193,7 @@ void run(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& 
                           index.data(), rows, odd.data()};
     parallel(product.pass_count, count * at.chunks * kChunk < 1 << 16 ? 1 : c.threads,
              [&](int64_t from, int64_t to, int) { product.lay_out(from, to); });
+    if (c.outlier_rows) *c.outlier_rows += rows.count_outliers(count);
     const int threads = at.tiles * at.tile_bytes * count < kThreadWork[c.family] ? 1 : team_size(at.tiles, c.threads);
     Panel* panels = has_panels ? scratch(t_panels, threads) : nullptr;
     float* tiles = has_panels ? scratch(t_tiles, threads * count * kTileRows) : nullptr;

@@ -7,12 +7,29 @@
 
 namespace q4 {
 
+// The global scale meets float64 here, so that what the other in-features give is rounded once.
+template <class V> [[gnu::noinline]] typename V::Floats add_outliers(const Finish& f, int lane, typename V::Floats value) {
+    alignas(64) float whole[V::kLanes];
+    V::store(whole, value);
+    for (int i = 0; i < V::kLanes; ++i) {
+        double sum = whole[i] + f.outliers[lane + i];
+        if (f.global) {
+            const double global = f.global[f.is_global_per_row ? lane + i : 0];
+            sum = f.divides ? sum / global : sum * global;
+        }
+        whole[i] = static_cast<float>(sum);
+    }
+    return V::load(whole);
+}
+
 template <class V> Q4_INLINE void finish_whole(const Finish& f, const uint8_t* bias, uint8_t* y, const float* sums) {
     using F = typename V::Floats;
     const int size = size_of(f.type);
     for (int lane = 0; lane < kTileRows; lane += V::kLanes) {
         F value = V::mul(V::load(sums + lane), V::splat(f.step));
-        if (f.global) {
+        if (f.outliers) {
+            value = add_outliers<V>(f, lane, value);
+        } else if (f.global) {
             const F global = f.is_global_per_row ? V::load(f.global + lane) : V::splat(*f.global);
             value = f.divides ? V::div(value, global) : V::mul(value, global);
         }

@@ -44,14 +44,17 @@ struct Panel {
     alignas(64) float second[kA8PanelChunks * 2 * kTileRows];  // a8, a16; exact weights hold it already
 };
 
-// Where the numbers of a spiking column lie in each tile: its group, the line of its codes and the bits before its own.
-struct Spike {
-    int64_t head, codes;
-    int32_t shift, set;
+struct Spike : Place {
     float keep;  // 0 for the first spike of a half chunk, which its sum begins with; else 1
     float ends;  // 1 for the last one, after which the sum is scaled; else 0
 };
 
+// A number of x that is multiplied exactly, beside the rounded ones; see outliers.hpp.
+struct Outlier : Place {
+    float value;
+};
+
+using OutlierKernel = void (*)(const Tile&, const Outlier* outliers, int64_t count, double* y);  // y: [16], written
 using SpikeKernel = void (*)(const Tile&, const Spike* spikes, int64_t count, float* y);  // y: [16], written
 using DirectKernel = void (*)(const Tile&, const Activations&, float* y);  // y: [rows][16], written
 using PanelDecoder = void (*)(const Tile&, int64_t first, int64_t last, Panel&);
@@ -61,6 +64,7 @@ using PanelKernel = void (*)(const Panel&, const Activations&, int64_t chunks, f
 struct Finish {
     float step;
     float growth;  // what the row of x was divided by
+    const double* outliers;  // NULL, or their sums: [16]
     const float* global;  // NULL, one, or one per row
     bool is_global_per_row, divides;
     const void* bias;
@@ -113,6 +117,9 @@ struct Kernels {
     void (*pair_rows)(int8_t* levels, int rows) = nullptr;
     const Operations* operations = nullptr;
     SpikeKernel (*spikes)(const q4_matrix&) = nullptr;
+    // Which of 32 numbers, of which `most` are the bits of the largest magnitude, are outliers.
+    uint32_t (*find_outliers)(const float* x, int32_t most) = nullptr;
+    OutlierKernel (*outliers)(const q4_matrix&) = nullptr;
     // NULL, or what puts a chunk of int16 levels that meet words, of the only row of a direct pass, in its kernel's order.
     void (*arrange_single)(int8_t* levels) = nullptr;
 };

@@ -48,6 +48,24 @@ struct Layout {
     }
 };
 
+// Where the numbers of a column lie in each tile: its group, the line of its codes and the bits before its own.
+struct Place {
+    int64_t head, codes;
+    int32_t shift, set;
+};
+
+static inline Place place_of(const q4_matrix& m, const Layout& at, int64_t column) {
+    const bool is_bytes = m.bits == 8;
+    const int64_t chunk = column / kChunk, inside = column % kChunk, step = is_bytes ? 4 : 8;
+    const int64_t in_line = inside % step;
+    Place place{};
+    place.head = at.group_offset(chunk / at.group_chunks);
+    place.codes = place.head + at.head_bytes + chunk % at.group_chunks * at.chunk_bytes + inside / step * 64;
+    place.shift = static_cast<int32_t>(is_bytes ? 8 * in_line : in_line % 4 * 8 + in_line / 4 * 4);
+    place.set = at.sets == 2 ? static_cast<int32_t>(inside / 16) : 0;
+    return place;
+}
+
 // The largest of 1 and 1/2 of which all values are whole multiples within a signed byte; 0 where neither is.
 static inline float whole_unit(const float* table) {
     for (const float unit : {1.0f, 0.5f}) {

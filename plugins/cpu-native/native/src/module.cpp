@@ -74,7 +74,8 @@ class Matrix {
         });
     }
 
-    void linear(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t x, int64_t x_rows,
+    // Returns how many rows of x had outliers.
+    int64_t linear(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t x, int64_t x_rows,
                 int64_t x_stride, uintptr_t y, int64_t y_stride, uintptr_t bias, int type, int family, int threads,
                 int isa) const {
         q4_call call{};
@@ -82,9 +83,11 @@ class Matrix {
         call.global_scale = at<const float>(global), call.global_count = global_count, call.global_divides = divides;
         call.x = at<const void>(x), call.x_rows = x_rows, call.x_stride = x_stride, call.x_type = type;
         call.y = at<void>(y), call.y_stride = y_stride, call.y_type = type, call.bias = at<const void>(bias);
-        call.family = family, call.threads = threads;
+        int64_t outlier_rows = 0;
+        call.family = family, call.threads = threads, call.outlier_rows = &outlier_rows;
         const double work = static_cast<double>(bytes_) + static_cast<double>(x_rows) * codes_of(matrix_.rows) / 8;
         run(work > kReleaseWork, [&] { check(q4_cpu_linear(&matrix_, &call, isa)); });
+        return outlier_rows;
     }
 
     void spikes(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t x, int64_t rows, uintptr_t y,
@@ -155,6 +158,17 @@ class Program {
         return status;
     }
 
+    // Of each step, how many rows of x had outliers in the last run; empty where none had.
+    std::vector<int64_t> outlier_rows() const {
+        std::vector<int64_t> rows;
+        for (size_t i = 0; i < steps_.size(); ++i) {
+            const int64_t found = q4_cpu_program_outlier_rows(program_, static_cast<int64_t>(i));
+            if (found && rows.empty()) rows.resize(steps_.size());
+            if (found) rows[i] = found;
+        }
+        return rows;
+    }
+
   private:
     std::vector<q4_step> steps_;
     std::vector<std::unique_ptr<q4_layer>> layers_;
@@ -186,5 +200,6 @@ NB_MODULE(_native, module) {
         .def("add", &Program::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg(), nb::arg())
         .def("bind", &Program::bind)
-        .def("run", &Program::run);
+        .def("run", &Program::run)
+        .def("outlier_rows", &Program::outlier_rows);
 }

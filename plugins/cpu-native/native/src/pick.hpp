@@ -6,6 +6,7 @@
 #include "exact.hpp"
 #include "finish.hpp"
 #include "operations.hpp"
+#include "outliers.hpp"
 #include "quantize.hpp"
 #include "spikes.hpp"
 
@@ -147,6 +148,12 @@ template <class V> SpikeKernel spike_kernel(const q4_matrix& m) {
     });
 }
 
+template <class V> OutlierKernel outlier_kernel(const q4_matrix& m) {
+    return with_form(m, [](auto second, auto bytes) -> OutlierKernel {
+        return outliers_direct<V, decltype(second)::value, decltype(bytes)::value>;
+    });
+}
+
 template <class V> Kernels make_kernels() {
     return {direct_for<V>,
             decoder<V>,
@@ -161,7 +168,9 @@ template <class V> Kernels make_kernels() {
             finish<V>,
             nullptr,
             &operations_of<V>,
-            spike_kernel<V>};
+            spike_kernel<V>,
+            find_outliers<V>,
+            outlier_kernel<V>};
 }
 
 }  // namespace q4

@@ -28,11 +28,23 @@ struct Rows {
     int32_t* start = nullptr;
     float* side = nullptr;
     int64_t chunk_bytes = kChunk;  // of levels
+    Outlier* outliers = nullptr;       // [rows][most_outliers]
+    int32_t* outlier_count = nullptr;  // [rows]
 
     Rows() = default;
     // In memory of that many bytes, from a multiple of 64 on.
     Rows(const Layout& at, int32_t family, int64_t count, uint8_t* memory) { place(at, family, count, memory); }
+    // Of one row: with more it costs as much as the exact kernel, which then computes it.
+    static int64_t most_outliers(const Layout& at) { return 2 * at.chunks + kChunk / 4; }
     static int64_t bytes(const Layout& at, int32_t family, int64_t count) { return Rows().place(at, family, count, nullptr); }
+
+    bool has_outliers(int64_t row) const { return outlier_count && outlier_count[row]; }
+    // How many rows have outliers.
+    int64_t count_outliers(int64_t count) const {
+        int64_t found = 0;
+        for (int64_t row = 0; row < count; ++row) found += has_outliers(row);
+        return found;
+    }
 
     // The given chunk on of the pass whose rows begin at `first`.
     Activations from(const Layout& at, const Pass& pass, int64_t chunk) const {
@@ -59,6 +71,8 @@ struct Rows {
         take(scale, places);
         take(start, places * 2);
         take(side, places * 2);
+        take(outliers, count * most_outliers(at));
+        take(outlier_count, count);
         return static_cast<int64_t>(address - begin);
     }
 };

@@ -123,7 +123,7 @@ void q4_program::work(int me, int team) {
     if (team > 1) barrier_.wait(me, team);  // spinning is shorter than what ends a team, and is counted
 }
 
-void q4_program::linear(const q4::Linear& l, int me, int team) {
+void q4_program::linear(q4::Linear& l, int me, int team) {
     using namespace q4;
     Thread& mine = threads_memory_[static_cast<size_t>(me)];
     const Range tiles = part_of(l.at.tiles, me, team);
@@ -143,6 +143,7 @@ void q4_program::linear(const q4::Linear& l, int me, int team) {
             product.lay_out(part.from, part.to);
             if (team > 1) barrier_.wait(me, team);
         }
+        if (me == 0) l.outlier_rows = (first ? l.outlier_rows : 0) + product.rows.count_outliers(count);
         product.tiles(tiles.from, tiles.to, mine.panel, mine.sums);
         for (int64_t r = 0; r < count && l.call.family != Q4_EXACT; ++r) {
             if (!odd[r]) continue;
@@ -226,6 +227,15 @@ void q4_program::perform(const q4::Bound& b, int me, int team) {
 
 extern "C" int32_t q4_cpu_program_run(q4_program* program, int32_t threads) {
     return program && threads > 0 ? program->run(threads) : -1;
+}
+
+int64_t q4_program::outlier_rows(int64_t step) const {
+    const bool is_step = step >= 0 && step < static_cast<int64_t>(bound_.size());
+    return is_step && bound_[static_cast<size_t>(step)].linear ? bound_[static_cast<size_t>(step)].linear->outlier_rows : 0;
+}
+
+extern "C" int64_t q4_cpu_program_outlier_rows(const q4_program* program, int64_t step) {
+    return program ? program->outlier_rows(step) : 0;
 }
 
 extern "C" void q4_cpu_program_free(q4_program* program) { delete program; }

@@ -20,6 +20,7 @@ struct Linear {
     int64_t batch;                   // rows of x at once
     std::vector<Pass> passes, last;  // of a whole batch, and of what remains after whole ones
     Pass one;                        // a row that the family can't hold
+    int64_t outlier_rows = 0;        // of the last run
     bool has_layout = false;         // the step before has laid the same rows out in the same way
 
     Linear(const q4_step& s, const Kernels& kernels, int threads)
@@ -72,6 +73,7 @@ struct Thread {
 struct q4_program {
     q4_program(const q4_step* steps, int64_t count, int threads, const q4::Kernels& kernels);
     int32_t run(int threads);
+    int64_t outlier_rows(int64_t step) const;
 
   private:
     void assign_splits();
@@ -81,7 +83,7 @@ struct q4_program {
     int32_t read_indices();
     void work(int me, int team);
     void perform(const q4::Bound& b, int me, int team);
-    void linear(const q4::Linear& l, int me, int team);
+    void linear(q4::Linear& l, int me, int team);
 
     const q4::Kernels& kernels_;
     const q4::Operations& do_;

@@ -16,18 +16,6 @@ constexpr int64_t kBatchSpikes = 1 << 16;
 thread_local std::vector<Spike> t_spikes;
 thread_local std::vector<int64_t> t_starts;  // of each row of a batch in t_spikes, and where the last one ends
 
-Spike place(const q4_matrix& m, const Layout& at, int64_t column) {
-    const bool is_bytes = m.bits == 8;
-    const int64_t chunk = column / kChunk, inside = column % kChunk, step = is_bytes ? 4 : 8;
-    const int64_t in_line = inside % step;
-    Spike spike{};
-    spike.head = at.group_offset(chunk / at.group_chunks);
-    spike.codes = spike.head + at.head_bytes + chunk % at.group_chunks * at.chunk_bytes + inside / step * 64;
-    spike.shift = static_cast<int32_t>(is_bytes ? 8 * in_line : in_line % 4 * 8 + in_line / 4 * 4);
-    spike.set = at.sets == 2 ? static_cast<int32_t>(inside / 16) : 0;
-    return spike;
-}
-
 // Add the spikes of a row of bytes.
 void add_row(const q4_matrix& m, const Layout& at, const uint8_t* x) {
     const size_t first = t_spikes.size();
@@ -38,7 +26,7 @@ void add_row(const q4_matrix& m, const Layout& at, const uint8_t* x) {
         while (eight) {
             const int byte = __builtin_ctzll(eight) / 8;
             eight &= ~(uint64_t{0xff} << 8 * byte);
-            Spike spike = place(m, at, k + byte);
+            Spike spike{place_of(m, at, k + byte), 0.0f, 0.0f};
             const int64_t half = (k + byte) / 16;
             spike.keep = half == last_half ? 1.0f : 0.0f;
             spike.ends = 1.0f;

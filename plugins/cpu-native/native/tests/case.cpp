@@ -235,6 +235,9 @@ void fill_row(Random& r, const Case& c, double* x) {
         }
         if (!c.is_whole && r.chance(0.03)) std::fill(x + first, x + last, 0.0);
     }
+    if (!c.is_whole && r.chance(0.2))  // outliers, in one block or in many
+        for (int64_t count = r.chance(0.1) ? columns / 4 : r.between(1, 12); count > 0; --count)
+            x[r.between(0, columns - 1)] *= std::ldexp(1.0, static_cast<int>(r.between(3, type == Q4_F16 ? 8 : 24)));
     if (!c.is_whole && r.chance(0.1)) {
         const bool is_half = type == Q4_F16;
         const double infinity = std::numeric_limits<double>::infinity();

@@ -16,8 +16,11 @@
 // Rounded activations are x = level * scale with scale = amax / peak of 32 in-features and level = x / scale to nearest, ties
 // to even; peak is 127, or for int16 32766, or 16383 where a word is above 4095. Both are single float32 operations; where
 // x / scale lies so near a tie that multiplying by 1 / scale may fall on the other side (never where scale is a power of
-// two), one level is allowed for that in-feature. Rows with a
-// value that is not finite or above 2^90, or a scale below the normal numbers, are computed exactly.
+// two), one level is allowed for that in-feature.
+//
+// Before that, outliers are taken out of their 32: as long as at most 3 of 16 that are not 0 reach a sixteenth of the
+// largest. They are multiplied exactly, and their sum is added with one rounding. Rows with a value that is not finite or
+// above 2^90, a scale below the normal numbers, or more than 8 outliers and two for each 32 in-features are computed exactly.
 #include "reference.hpp"
 
 #include <algorithm>
@@ -95,17 +98,42 @@ Weights weights_of(const Case& c, bool is_rounded) {
 
 struct Row {
     std::vector<double> x, slack;  // slack: what one level more or less would make
+    std::vector<double> outliers;  // empty where there are none
     bool is_rounded;
 };
+
+// Take the outliers of some in-features out of a row.
+int64_t take_outliers(std::vector<double>& x, std::vector<double>& outliers, int64_t first, int64_t last) {
+    for (int64_t found = 0;;) {
+        double most = 0.0;
+        int64_t large = 0, present = 0;
+        for (int64_t k = first; k < last; ++k) most = std::max(most, std::fabs(x[static_cast<size_t>(k)]));
+        const auto is_large = [&](int64_t k) { return std::fabs(x[static_cast<size_t>(k)]) >= most / 16.0; };
+        for (int64_t k = first; k < last; ++k) large += is_large(k), present += x[static_cast<size_t>(k)] != 0.0;
+        if (most < 0x1p-122 || 16 * large > 3 * present) return found;  // below, float32 has no such sixteenth
+        outliers.resize(x.size());
+        for (int64_t k = first; k < last; ++k)
+            if (is_large(k)) outliers[static_cast<size_t>(k)] = x[static_cast<size_t>(k)];
+        for (int64_t k = first; k < last; ++k)
+            if (outliers[static_cast<size_t>(k)] != 0.0) x[static_cast<size_t>(k)] = 0.0;
+        found += large;
+    }
+}
 
 constexpr double kHuge = 0x1p90;
 
 Row row_of(const Case& c, int64_t i) {
     const int64_t columns = c.matrix.columns;
     const double* x = c.x.data() + i * columns;
-    Row row{{x, x + columns}, std::vector<double>(static_cast<size_t>(columns)), c.call.family != Q4_EXACT};
+    Row row{{x, x + columns}, std::vector<double>(static_cast<size_t>(columns)), {}, c.call.family != Q4_EXACT};
     if (!row.is_rounded) return row;
     const double most = peak_of(c);
+    const auto exactly = [&] {
+        row.x.assign(x, x + columns), row.is_rounded = false, row.outliers.clear();
+        std::fill(row.slack.begin(), row.slack.end(), 0.0);
+        return row;
+    };
+    int64_t found = 0;
     for (int64_t first = 0; first < columns; first += 32) {
         const int64_t last = std::min(columns, first + 32);
         double peak = 0.0;
@@ -114,15 +142,17 @@ Row row_of(const Case& c, int64_t i) {
             peak = std::max(peak, std::fabs(x[k]));
         }
         if (peak == 0.0) continue;
-        const auto scale = static_cast<double>(static_cast<float>(peak) / static_cast<float>(most));
-        if (!(scale >= 0x1p-126 && peak <= kHuge)) {
-            row.x.assign(x, x + columns), row.is_rounded = false;
-            std::fill(row.slack.begin(), row.slack.end(), 0.0);
-            return row;
+        if (peak <= kHuge) {
+            found += take_outliers(row.x, row.outliers, first, last);
+            if (found > 2 * ((columns + 31) / 32) + 8) return exactly();
+            peak = 0.0;
+            for (int64_t k = first; k < last; ++k) peak = std::max(peak, std::fabs(row.x[static_cast<size_t>(k)]));
         }
+        const auto scale = static_cast<double>(static_cast<float>(peak) / static_cast<float>(most));
+        if (!(scale >= 0x1p-126 && peak <= kHuge)) return exactly();
         for (int64_t k = first; k < last; ++k) {
             const auto at = static_cast<size_t>(k);
-            const double level = static_cast<double>(static_cast<float>(x[k]) / static_cast<float>(scale));
+            const double level = static_cast<double>(static_cast<float>(row.x[at]) / static_cast<float>(scale));
             row.x[at] = scale * std::nearbyint(level);
             const bool is_near_tie = std::fabs(level - std::floor(level) - 0.5) < kTie * most;
             if (is_near_tie && !is_power_of_two(scale)) row.slack[at] = scale;
@@ -131,7 +161,7 @@ Row row_of(const Case& c, int64_t i) {
     return row;
 }
 
-Interval element(const Case& c, const Row& row, const Weights& w, int64_t n, double largest_scale) {
+Interval element(const Case& c, const Row& row, const Weights& w, const Weights& exact, int64_t n, double largest_scale) {
     const int64_t columns = c.matrix.columns, filled = (columns + 31) / 32 * 32;
     const double* value = w.value.data() + n * columns;
     const double* size = w.size.data() + n * columns;
@@ -164,12 +194,22 @@ Interval element(const Case& c, const Row& row, const Weights& w, int64_t n, dou
         is_exact = sizes <= 0x1p24 * unit;
     }
     const double terms = row.is_rounded ? 4.0 * static_cast<double>(filled / 32) + 16.0 : static_cast<double>(filled) + 16.0;
+    double beside = 0.0, beside_sizes = 0.0;
+    for (int64_t k = 0; k < (row.outliers.empty() ? 0 : columns); ++k) {
+        const double term = row.outliers[static_cast<size_t>(k)] * exact.value[static_cast<size_t>(n * columns + k)];
+        beside += term, beside_sizes += std::fabs(term);
+    }
+    if (beside_sizes > 0x1p126) return {Interval::ANYTHING, 0.0, 0.0};
     double y = sum * w.step;
     double error = 0.0;
     if (!is_exact && std::isfinite(sum))
         error = (gamma(terms) * (sizes + slack) + slack + terms * kTiny * growth * std::max(1.0, largest_scale)) * std::fabs(w.step);
     const auto rounded = [&](double factor) { error = error * factor + kUnit * (std::fabs(y) + error) + kTiny; };
     if (!is_power_of_two(w.step)) rounded(1.0);
+    if (!row.outliers.empty()) {
+        y += beside;
+        rounded(1.0);
+    }
     if (c.call.global_scale) {
         const double global = c.global[static_cast<size_t>(n)];
         const double factor = c.call.global_divides ? 1.0 / global : global;
@@ -184,7 +224,7 @@ Interval element(const Case& c, const Row& row, const Weights& w, int64_t n, dou
         rounded(1.0);
     }
     if (!std::isfinite(y)) return {std::isnan(y) ? Interval::NOT_A_NUMBER : Interval::BETWEEN, y, y};
-    error += 0x1p-44 * (sizes * w.step + std::fabs(y)) * (is_exact ? 0.0 : 1.0);  // of this float64 sum itself
+    error += 0x1p-44 * (sizes * w.step + beside_sizes + std::fabs(y)) * (is_exact ? 0.0 : 1.0);  // of this float64 sum itself
     return {Interval::BETWEEN, round_to(type, round_to(Q4_F32, y - error)), round_to(type, round_to(Q4_F32, y + error))};
 }
 
@@ -199,10 +239,11 @@ std::vector<Interval> expected(const Case& c) {
         const Row row = row_of(c, i);
         Weights& w = weights[row.is_rounded];
         if (w.value.empty()) w = weights_of(c, row.is_rounded);
+        if (!row.outliers.empty() && weights[0].value.empty()) weights[0] = weights_of(c, false);
         for (int64_t n = 0; n < m.rows; ++n) {
             double largest = 0.0;
             for (int64_t b = 0; b < c.blocks; ++b) largest = std::max(largest, std::fabs(c.scale[static_cast<size_t>(n * c.blocks + b)]));
-            out.push_back(element(c, row, w, n, largest));
+            out.push_back(element(c, row, w, weights[0], n, largest));
         }
     }
     return out;

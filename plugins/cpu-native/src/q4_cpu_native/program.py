@@ -92,8 +92,11 @@ class NativeRunner:
             matrix, facts = call.matrix, (tensors[0].data_ptr(), address, count, call.divides, family)
         self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts)
 
-    def __call__(self) -> None:
+    def __call__(self) -> list[int]:
         """Run every step once, on as many threads as torch has now.
+
+        Returns:
+            Of each step, how many rows of x had outliers; empty where none had.
 
         Raises:
             InputError: A token or a position is out of range. Nothing has been written.
@@ -105,6 +108,7 @@ class NativeRunner:
             rule = f"in the range of its {'table' if step.op is Op.EMBEDDING else 'cache'}"
             what = f"program step {failed - 1}, {_label(step)}"
             raise InputError(what, name="token or position", rule=rule, value=value)
+        return self._native.outlier_rows()
 
 
 def _label(step: Step) -> str:

@@ -1,0 +1,78 @@
+// Outliers: numbers of x next to which the others of their 32 in-features would be rounded away, for they share a scale.
+//
+// They are multiplied exactly, y[r] = sum of w[r, k] * x[k] over the outliers, and the others get a scale of their own. A
+// column of 16 rows costs about half of what a chunk of 32 in-features does. Sums are of float64: a product of float32
+// is nearly exact there, and what the other in-features give is rounded once, with the result.
+#pragma once
+
+#include "codes.hpp"
+
+namespace q4 {
+
+// At most 3 of 16 numbers that are not 0 reach a sixteenth of the largest (docs/decisions/0031-outliers-in-int16.md).
+constexpr int32_t kSixteenth = 4 << 23;
+constexpr int kLarge = 3, kOf = 16;
+
+template <class V> int32_t magnitude(const float* x, int j) {
+    using Bits [[gnu::may_alias]] = int32_t;
+    return reinterpret_cast<const Bits*>(x)[j] & 0x7fffffff;
+}
+
+// The outliers, as bits. Without the largest ones, others may be outliers among the rest.
+template <class V> [[gnu::noinline]] uint32_t every_outlier(const float* x) {
+    uint32_t found = 0;
+    for (;;) {
+        int32_t most = 0;
+        for (int j = 0; j < kChunk; ++j)
+            if (!(found >> j & 1)) most = std::max(most, magnitude<V>(x, j));
+        uint32_t large = 0;
+        int present = 0;
+        for (int j = 0; j < kChunk; ++j) {
+            if (found >> j & 1) continue;
+            present += magnitude<V>(x, j) > 0;
+            large |= uint32_t{magnitude<V>(x, j) >= most - kSixteenth} << j;
+        }
+        if (kOf * __builtin_popcount(large) > kLarge * present) return found;
+        found |= large;
+    }
+}
+
+// Nearly always 0, after a look at the first half.
+template <class V> uint32_t find_outliers(const float* x, int32_t most) {
+    for (int half = 0, large = 0; half < kChunk; half += kChunk / 2) {
+        for (int j = half; j < half + kChunk / 2; ++j) large += magnitude<V>(x, j) >= most - kSixteenth;
+        if (large > kLarge * kChunk / kOf) return 0;
+    }
+    return every_outlier<V>(x);
+}
+
+template <class V, int Second, bool Bytes>
+void outliers_direct(const Tile& t, const Outlier* outliers, int64_t count, double* y) {
+    const typename V::Codebook book(t.matrix.codebook);
+    alignas(64) float value[kTileRows], scale[kTileRows], second[kTileRows];
+    alignas(64) double sum[kTileRows] = {};
+    for (const Outlier* outlier = outliers; outlier < outliers + count; ++outlier) {
+        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, t.data + outlier->head};
+        for (int part = 0; part < kTileRows / V::kLanes; ++part) {
+            const int lane = part * V::kLanes;
+            const auto line = V::shifted(V::line(t.data + outlier->codes + lane * 4), outlier->shift);
+            if constexpr (Bytes)
+                V::store(value + lane, V::template signed_byte<0>(line));
+            else
+                V::store(value + lane, book.template at<0>(book.line(line)));
+            V::store(scale + lane, of.scale(outlier->set, part));
+            V::store(second + lane, of.second(outlier->set, part));
+        }
+        const double x = outlier->value;
+        for (int r = 0; r < kTileRows; ++r) {
+            double w = value[r];
+            if constexpr (Second == Q4_ZERO) w -= second[r];
+            w *= scale[r];
+            if constexpr (Second == Q4_OFFSET) w += second[r];
+            sum[r] += w * x;
+        }
+    }
+    std::copy_n(sum, kTileRows, y);
+}
+
+}  // namespace q4
