@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import q4_transformers
 import q4core as q4
+from q4_nn.convert.reads import weight_reads
 from q4_transformers import HfLinear, Q4Config
-from q4_transformers.reads import weight_reads
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -283,3 +283,28 @@ def test_encoders_of_torch_run_in_every_mode(kind: str, how: str, session: q4.Se
                 found = _value(model(*inputs, **given))
             wanted, seen = (expected, found) if not given else (expected[0], found[0])
             assert (wanted - seen).abs().max() < 1e-5, (mode, given)
+
+
+class _Reader(nn.Module):
+    """A block whose own code multiplies by one layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product with the weight of ``read``, and then that of ``called``."""
+        y: torch.Tensor = self.called(x @ self.read.weight)
+        return y
+
+
+@pytest.mark.parametrize("convert", [to_ste_, convert_linears_])
+def test_layers_whose_weight_is_read_are_left_alone(convert: Any) -> None:
+    """A layer whose weight the model's own code reads would train in float, or fail: it stays, with the reason."""
+    model = nn.Sequential(_Reader(), nn.Linear(64, 2)).eval()
+    x = torch.randn(3, 64)
+    table = convert(model, format="nf4")
+    reasons = {row.name: row.reason for row in table.rows}
+    assert reasons == {"0.read": "its weight is read by _Reader.forward", "0.called": "", "1": ""}
+    assert type(model[0].read) is nn.Linear
+    assert model(x).shape == (3, 2)

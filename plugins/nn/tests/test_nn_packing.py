@@ -199,6 +199,8 @@ def test_networks_that_are_dropped_leave_nothing(cycles: int) -> None:
         gc.collect()
         return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
+    gc.collect()
+    of_others = eval_cache_bytes()  # networks of earlier tests that something still holds
     with q4.Session(q4.SessionConfig(device="cpu")) as session:
         for number in range(50):
             cycle(session, number)
@@ -212,4 +214,4 @@ def test_networks_that_are_dropped_leave_nothing(cycles: int) -> None:
             if grown[-1] < 8 << 20:
                 break
         assert min(grown) < 8 << 20
-    assert eval_cache_bytes() == 0
+    assert eval_cache_bytes() <= of_others

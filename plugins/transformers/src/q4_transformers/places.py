@@ -15,8 +15,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.pytorch_utils import Conv1D
 
 import q4core as q4
+from q4_nn.convert.reads import weight_reads
 from q4_transformers.experts import are_experts, is_fused, place_experts
-from q4_transformers.reads import weight_reads
 from q4_transformers.reasons import ABSENT, Reasons
 from q4core import CheckpointError, ConfigError, Problem, SchemaError
 from q4core.plugin_api import FLOATS, closest_name, counted, read_object

@@ -14,8 +14,8 @@ from q4core import FormatError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from q4_nn.convert.reads import Read
     from q4_transformers.config import Q4Config
-    from q4_transformers.reads import Read
 
 __all__ = ["ABSENT", "Reasons", "block_size_for"]
 

@@ -9,11 +9,14 @@ import attrs
 from torch import nn
 from torch.nn.utils import parametrize
 
+from q4_nn.convert.reads import weight_reads
 from q4core import ConfigError
 from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from q4_nn.convert.reads import Read
 
 __all__ = [
     "Candidate",
@@ -30,13 +33,14 @@ _WEIGHT_HOOKS = {"_backward_hooks": "gradient", "_post_accumulate_grad_hooks": "
 
 @attrs.frozen(eq=False)
 class Candidate:
-    """One layer: its place, the class whose layers can be replaced, and whether it is inside another candidate."""
+    """One layer: its place, the class whose layers can be replaced, the candidate that it is part of, who reads it."""
 
     name: str
     parent: nn.Module
     layer: nn.Module
     kind: type[nn.Module]
     inside: str | None
+    read: Read | None
 
 
 def skipped_by_caller(
@@ -86,13 +90,14 @@ def _matches(name: str, pattern: str) -> bool:
 def find_candidates(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Linear,)) -> list[Candidate]:
     """Return the layers of a model that are of some classes, subclasses too, in its own order."""
     found: dict[str, Candidate] = {}
+    reads = weight_reads(model)
     for parent_name, parent in model.named_modules():
         for attribute, child in parent.named_children():
             kind = next((kind for kind in kinds if isinstance(child, kind)), None)
             if kind is not None:
                 name = f"{parent_name}.{attribute}" if parent_name else attribute
                 inside = next((other for other in found if name.startswith(f"{other}.")), None)
-                found[name] = Candidate(name, parent, child, kind, inside)
+                found[name] = Candidate(name, parent, child, kind, inside, reads.get(name))
     return list(found.values())
 
 
@@ -107,6 +112,8 @@ def reasons_against(candidate: Candidate, shared: Mapping[int, list[str]] | None
     if candidate.inside is not None:
         yield f"it is a part of {candidate.inside}, which may use it in its own way"
     yield from additions(candidate.layer, candidate.kind)
+    if candidate.read is not None:
+        yield f"its weight is {'changed' if candidate.read.is_change else 'read'} by {candidate.read.where}"
     if shared is None:
         return
     layer: Any = candidate.layer

@@ -47,10 +47,14 @@ class Found:
 
 @functools.cache
 def reads_of(kind: Any) -> tuple[Found, ...]:
-    """Return what the code of a class reads of its children's weights."""
+    """Return what the code of a class reads of its children's weights.
+
+    torch's own classes are left out: their fast paths are avoided, and ``nn.MultiheadAttention`` marks what it reads.
+    """
     found: list[Found] = []
     for owner in kind.__mro__:
-        if owner is nn.Module or not issubclass(owner, nn.Module) or owner.__name__ == "PreTrainedModel":
+        is_torchs = owner.__module__.startswith("torch.")
+        if is_torchs or not issubclass(owner, nn.Module) or owner.__name__ == "PreTrainedModel":
             continue
         for name, item in vars(owner).items():
             function = inspect.unwrap(item) if callable(item) else None

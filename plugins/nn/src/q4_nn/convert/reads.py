@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_transformers.source import ANY, Path, reads_of
+from q4_nn.convert.source import ANY, Path, reads_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
