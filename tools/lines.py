@@ -1,67 +1,87 @@
-"""Lines of source by package, without tests, beside each package's budget: ``python -m tools.lines``."""
+"""Lines of source by package, without tests: ``python -m tools.lines`` fails where a package passes its budget."""
 
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
+import sys
+from collections import Counter
+from pathlib import Path, PurePosixPath
 
-__all__ = ["BUDGETS", "count_lines"]
+__all__ = ["BUDGETS", "SUFFIXES", "count_lines", "problems"]
 
 ROOT = Path(__file__).parents[1]
-SUFFIXES = {".py", ".cpp", ".h", ".cu"}
+SUFFIXES = {".py", ".cpp", ".c", ".h", ".hpp", ".cu", ".cuh"}
+NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
-    "q4core": 10_000,
-    "plugins/safetensors": 1_000,
-    "plugins/cli": 2_300,
-    "plugins/actors": 5_500,
-    "plugins/nn": 6_000,
-    "plugins/snn": 2_000,
-    "plugins/transformers": 2_500,
+    "q4core": 13_700,
+    "plugins/actors": 6_500,
+    "plugins/cli": 2_400,
+    "plugins/cpu-native": None,
+    "plugins/dequant-fallback": None,
     "plugins/dialects": None,
     "plugins/gguf": None,
-    "plugins/dequant-fallback": None,
-    "plugins/cpu-native": None,
     "plugins/nf4-cuda": None,
+    "plugins/nn": 10_700,
     "plugins/nvfp4-native": None,
+    "plugins/safetensors": 1_050,
+    "plugins/snn": 2_800,
+    "plugins/transformers": 2_500,
     "plugins/triton-kernels": None,
-    "plugins/um-managed": None,
-    "conformance": 10_500,
-    "conformance/faults": 3_200,
+    "plugins/um-managed": 2_900,
+    "conformance": 11_300,
+    "conformance/faults": 3_450,
+    "benchmarks": None,
+    "docs": None,
+    "tools": None,
+    ".": None,
 }
-"""Folder of a package → the most lines that it may have, where there is a budget."""
+"""Folder → the most lines that its source may have, ``None`` without a budget. Decision 0024 has the reasons.
+
+Those of the core, q4-nn, actors and the kit are provisional: what they have until the parts named there have moved.
+"""
 
 
-def count_lines(folder: str) -> int:
-    """Return the lines of Python and native source that git tracks in a package, without its tests."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    inner = [other for other in BUDGETS if other.startswith(f"{folder}/")]
-    total = 0
-    for name in listed:
-        path = ROOT / name
-        is_inner = any(name.startswith(f"{other}/") for other in inner)
-        if path.suffix in SUFFIXES and path.is_file() and not is_inner and not _is_no_source(path):
-            total += len(path.read_text(encoding="utf-8").splitlines())
-    return total
+def count_lines(files: dict[str, int]) -> tuple[Counter[str], list[str]]:
+    """Add up lines of files by the innermost folder of the table; return also the files that lie in none of them."""
+    totals: Counter[str] = Counter()
+    homeless = []
+    for name, lines in files.items():
+        path = PurePosixPath(name)
+        if path.suffix not in SUFFIXES or NO_SOURCE & set(path.parts):
+            continue
+        folder = next((str(parent) for parent in path.parents if str(parent) in BUDGETS), ".")
+        if folder == "." and len(path.parts) > 1:
+            homeless.append(name)
+        totals[folder] += lines
+    return totals, homeless
 
 
-def _is_no_source(path: Path) -> bool:
-    return bool({"tests", "golden", "examples"} & set(path.relative_to(ROOT).parts))
+def problems(totals: Counter[str], homeless: list[str]) -> list[str]:
+    """Return a sentence for each budget that is passed and each file that has no place in the table."""
+    found = [
+        f"{folder} has {totals[folder]:,} lines, its budget is {budget:,}: cut it, or change decision 0024"
+        for folder, budget in BUDGETS.items()
+        if budget is not None and totals[folder] > budget
+    ]
+    return found + [f"{name} lies in no folder of the table in tools/lines.py" for name in homeless]
 
 
-def main() -> None:
-    """Print a line for each package."""
-    print(f"{'package':<26}{'lines':>8}{'budget':>9}")
+def main() -> int:
+    """Print a line for each folder; return 1 where a budget is passed."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    paths = {name: ROOT / name for name in listed if PurePosixPath(name).suffix in SUFFIXES}
+    lengths = {
+        name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in paths.items() if path.is_file()
+    }
+    totals, homeless = count_lines(lengths)
+    print(f"{'folder':<26}{'lines':>8}{'budget':>9}")
     for folder, budget in BUDGETS.items():
-        count = count_lines(folder)
-        mark = "  over" if budget is not None and count > budget else ""
-        print(f"{folder:<26}{count:>8,}{'–' if budget is None else format(budget, ','):>9}{mark}")
+        print(f"{folder:<26}{totals[folder]:>8,}{'–' if budget is None else format(budget, ','):>9}")
+    for sentence in (found := problems(totals, homeless)):
+        print(sentence, file=sys.stderr)
+    return int(bool(found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
