@@ -257,3 +257,22 @@ def test_a_layer_without_a_path_for_its_rows_is_refused(registry: q4.Registry) -
         backend.bind_program(
             program, [torch.zeros(3 * 128), torch.zeros(3 * 40)], [BoundLayer(live.prepared, None, segments)]
         )
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_outliers_are_those_of_calls(registry: q4.Registry, rows: int) -> None:
+    """A product of a program gives rows with outliers the bits of a call, and its layer's record counts them."""
+    layer = _layer(registry, 40, WIDTH)
+    x, y = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1)), torch.zeros(rows, 40)
+    views = View(0, rows, WIDTH), View(1, rows, 40)
+    step = Step(Op.LINEAR, (views[0],), (views[1],), layer=0)
+    buffers = [Buffer("x", x.numel(), x.dtype, True), Buffer("y", y.numel(), y.dtype, True)]
+    bound = bind(Program(buffers, (step,), [(40, WIDTH)]), [x, y], [layer], registry=registry)
+    assert bound.record.backend == "cpu-native"
+    bound()
+    assert layer.diagnostics().outlier_rows == 0
+    x[rows - 1, 7] = 1e5
+    bound()
+    bound()
+    assert layer.diagnostics().outlier_rows == 2
+    assert torch.equal(y, layer(x))

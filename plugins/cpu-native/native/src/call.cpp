@@ -73,13 +73,13 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
                 from = static_cast<uint8_t*>(std::memcpy(tail, from, static_cast<size_t>(here * size)));
             }
             float* values = to.values ? to.values + place * kChunk : buffer;
-            int32_t most = kernels.widen(from, c.x_type, values);
+            int32_t large, most = kernels.widen(from, c.x_type, values, &large);
             is_odd |= most > kHuge;
             if (to.values) {
                 is_infinite |= most >= kInfinity;
                 continue;
             }
-            if (const uint32_t found = is_odd ? 0 : kernels.find_outliers(values, most)) {
+            if (const uint32_t found = large > kMostLarge || is_odd ? 0 : kernels.find_outliers(values)) {
                 const int64_t count = __builtin_popcount(found);
                 is_odd = outliers + count > most_outliers;
                 if (!is_odd) most = take_outliers(m, at, found, k, values, to.outliers + row * most_outliers + outliers);

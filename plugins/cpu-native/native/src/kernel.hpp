@@ -27,6 +27,10 @@ struct Activations {
     // Where a chunk has one scale, start[0] and side[0] stand for both halves.
 };
 
+// Of 32 magnitudes, more than this many that reach a sixteenth of the largest are no outliers: see outliers.hpp.
+constexpr int32_t kSixteenth = 4 << 23;  // of a float's bits
+constexpr int kMostLarge = 6;
+
 struct Tile {
     const q4_matrix& matrix;
     const Layout& at;
@@ -106,8 +110,8 @@ struct Kernels {
     int64_t panel_from[3];  // rows of x from which a family's panels pay
     int panel_rows[3];      // of each family
     bool is_wide_signed;  // levels above 24 (and bytes) are multiplied as signed numbers, without a centre
-    // 32 numbers to float32: returns the bits of the largest magnitude among them.
-    int32_t (*widen)(const uint8_t* from, int32_t type, float* to);
+    // 32 numbers to float32: returns the bits of the largest magnitude among them; `large` of them reach a sixteenth of it.
+    int32_t (*widen)(const uint8_t* from, int32_t type, float* to, int32_t* large);
     // Quantise 32 in-features of one row: returns the scale; levels, and the sums of both halves' levels.
     float (*quantize)(const float* x, int32_t most, int8_t* levels, int32_t* sums);
     // The same to int16, of which `peak` is the largest.
@@ -117,8 +121,7 @@ struct Kernels {
     void (*pair_rows)(int8_t* levels, int rows) = nullptr;
     const Operations* operations = nullptr;
     SpikeKernel (*spikes)(const q4_matrix&) = nullptr;
-    // Which of 32 numbers, of which `most` are the bits of the largest magnitude, are outliers.
-    uint32_t (*find_outliers)(const float* x, int32_t most) = nullptr;
+    uint32_t (*find_outliers)(const float* x) = nullptr;  // which of 32 numbers they are, as bits
     OutlierKernel (*outliers)(const q4_matrix&) = nullptr;
     // NULL, or what puts a chunk of int16 levels that meet words, of the only row of a direct pass, in its kernel's order.
     void (*arrange_single)(int8_t* levels) = nullptr;

@@ -25,7 +25,8 @@ void decode_row(const q4_layer& l, const Kernels& kernels, int64_t n, int64_t fr
         alignas(64) uint8_t one[kChunk * 4] = {};
         alignas(64) float wide[kChunk];
         std::memcpy(one, place, static_cast<size_t>(size_of(type)));
-        kernels.widen(one, type, wide);
+        int32_t large;
+        kernels.widen(one, type, wide, &large);
         return wide[0];
     };
     for (int64_t first = from; first < to; first += kChunk / 2) {  // half a chunk, of one block

@@ -53,6 +53,16 @@ struct Avx2 {
         const __m256i narrow = _mm256_permute4x64_epi64(_mm256_packus_epi32(wide, wide), 0x08);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(narrow));
     }
+    static int count_reaching(const float* x, int32_t least) {  // of 32 magnitudes, as bits
+        uint32_t found = 0;
+        for (int i = 0; i < 4; ++i) {
+            const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 8 * i));
+            const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+            const __m256i reaches = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(least - 1));
+            found |= static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(reaches))) << 8 * i;
+        }
+        return __builtin_popcount(found);
+    }
     static Ints line(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static Ints shifted(Ints v, int bits) { return _mm256_srl_epi32(v, _mm_cvtsi32_si128(bits)); }
     static __m128i eight_bytes(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }

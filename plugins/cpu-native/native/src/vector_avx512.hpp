@@ -51,6 +51,14 @@ struct Avx512 {
         const __m512i wide = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), quiet);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(wide, 16)));
     }
+    static int count_reaching(const float* x, int32_t least) {  // of 32 magnitudes, as bits
+        uint32_t found = 0;
+        for (int i = 0; i < 2; ++i) {
+            const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(x + 16 * i), _mm512_set1_epi32(0x7fffffff));
+            found |= uint32_t{_mm512_cmpge_epi32_mask(magnitude, _mm512_set1_epi32(least))} << 16 * i;
+        }
+        return __builtin_popcount(found);
+    }
     static Ints line(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static Ints shifted(Ints v, int bits) { return _mm512_srl_epi32(v, _mm_cvtsi32_si128(bits)); }
 

@@ -47,6 +47,14 @@ struct NeonDotprod {
         const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
         vst1_u8(to, vreinterpret_u8_u16(vshrn_n_u32(vbslq_u32(vceqq_f32(v, v), rounded, quiet), 16)));
     }
+    static int count_reaching(const float* x, int32_t least) {  // of 32 magnitudes, as bits
+        uint32x4_t found = vdupq_n_u32(0);
+        for (int i = 0; i < 8; ++i) {
+            const int32x4_t magnitude = vandq_s32(vreinterpretq_s32_f32(vld1q_f32(x + 4 * i)), vdupq_n_s32(0x7fffffff));
+            found = vsubq_u32(found, vcgeq_s32(magnitude, vdupq_n_s32(least)));
+        }
+        return static_cast<int>(vaddvq_u32(found));
+    }
     static Ints line(const uint8_t* p) { return vld1q_u8(p); }
     static Ints shifted(Ints v, int bits) {
         return vreinterpretq_u8_u32(vshlq_u32(vreinterpretq_u32_u8(v), vdupq_n_s32(-bits)));
