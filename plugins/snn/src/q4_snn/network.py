@@ -157,8 +157,7 @@ class Projection(nn.Module):
                 return self.synapses.quantised().clone()
             packed = packed_layer(self.synapses)
             if packed is None:
-                weight: torch.Tensor = self.synapses.weight  # type: ignore[assignment]  # an nn.Linear's
-                return weight.clone()
+                return self.synapses.get_parameter("weight").detach().clone()  # an nn.Linear's
             return dequantize(packed.packed_weight())[:, : self.source_size]
 
     def for_run(self) -> Callable[[torch.Tensor], torch.Tensor]:
