@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from acting import Echo, Gone, Holding
+from acting import Echo
 
-from q4_actors import ActorDeadError, ActorError, ActorSystem
+from q4_actors import ActorError, ActorSystem
 from tests.support.limits import scaled
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are for Linux")
@@ -75,15 +75,34 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
 
 
-@linux
-def test_argument_that_cannot_be_unpickled() -> None:
-    """Whoever asks is told what the process met when it took up the actor's arguments."""
+LOST = """
+from acting import Gone, Holding
+from q4_actors import ActorDeadError, ActorSystem
+
+if __name__ == "__main__":
     with ActorSystem("processes", restarts=0) as system:
         ref = system.spawn(Holding, Gone(), name="lost")
-        with pytest.raises(ActorDeadError, match=r"actor 'lost' is dead: .*LifecycleError: it has vanished"):
-            ref.ask(1, timeout=scaled(20.0))
-        with pytest.raises(ActorDeadError, match="it has vanished"):
-            system.check()
+        for ask in (lambda: ref.ask(1, timeout=60.0), system.check):
+            try:
+                ask()
+            except ActorDeadError as error:
+                print(error)
+"""
+
+
+@linux
+def test_argument_that_cannot_be_unpickled(tmp_path: Path) -> None:
+    """Whoever asks is told what the process met when it took up the actor's arguments.
+
+    In a program of its own: the server of processes may have been started by another library here, without our hook.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(LOST, encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment(), check=False)
+    asked, checked = done.stdout.splitlines()
+    assert asked.startswith("actor 'lost' is dead: ")
+    assert "LifecycleError: it has vanished" in asked
+    assert "it has vanished" in checked
 
 
 UNGUARDED = """

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("own_directory")
 
 
+@pytest.fixture(autouse=True)
+def _without_the_tests_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor names variables that nothing reads, and ``Q4_SAMPLES`` is read by tests alone."""
+    monkeypatch.delenv("Q4_SAMPLES", raising=False)
+
+
 def test_doctor_tells_machine_plugins_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     """``doctor --json`` has versions, machine, plugins, and the reference's verdict on each format."""
     record = answer(capsys, "doctor")

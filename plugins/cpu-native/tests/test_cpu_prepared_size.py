@@ -37,9 +37,9 @@ def test_zeros_of_integer_groups_stay_as_they_are(group: int) -> None:
     assert _ratio(weight) <= 1.05
 
 
-def test_double_quantised_scales_cost_less_than_a_tenth() -> None:
-    """A byte for each block's scale becomes four."""
+def test_double_quantised_scales_cost_an_eighth() -> None:
+    """Beside a block's byte, from which it is saved as it was read, stand the four that kernels read: 37 for 33."""
     dense = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1))
     weight = q4.quantize(dense, "nf4", scale_kind=q4.ScaleKind.DOUBLE_QUANT)
     assert weight.scale_kind is q4.ScaleKind.DOUBLE_QUANT
-    assert _ratio(weight) <= 1.10
+    assert _ratio(weight) <= 1.125
