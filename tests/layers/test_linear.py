@@ -303,7 +303,7 @@ def test_levels_of_scales_are_kept_without_export(*, declares: bool) -> None:
     """A backend that reads plain scales alone leaves a double-quantised weight's levels with the layer."""
     dense = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
     weight = q4.quantize(dense, "nf4", scale_kind=q4.ScaleKind.DOUBLE_QUANT)
-    kinds = {"scale_kinds": frozenset({q4.ScaleKind.PLAIN})} if not declares else {}
+    kinds: dict[str, Any] = {"scale_kinds": frozenset({q4.ScaleKind.PLAIN})} if not declares else {}
     got = q4.Session(registry=registry(FakeBackend(exports=False, **kinds))).linear(weight).packed_weight()
     assert got.scale_kind is q4.ScaleKind.DOUBLE_QUANT
     assert torch.equal(got.scale, weight.scale)

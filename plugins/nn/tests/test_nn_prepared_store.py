@@ -90,7 +90,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
 def test_unfinished_files_are_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a killed writer left is listed and goes at the next pruning; what is being written is listed and stays."""
     store, really_replace = Store(tmp_path), Path.replace
-    path, seen = store.path_of({}), []
+    path, seen = store.path_of({}), list[object]()
 
     def replace(self: Path, target: Path) -> Path:
         (tmp_path / "killed.tmp").write_bytes(b"half")
