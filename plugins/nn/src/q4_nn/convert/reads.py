@@ -92,7 +92,7 @@ def _verdict(test: ast.expr, module: nn.Module, *, wanted: bool) -> bool | None:
     return None if value is _UNKNOWN else bool(value) is wanted
 
 
-def _value(node: ast.expr, module: nn.Module) -> Any:  # noqa: PLR0911  # one for each kind of expression
+def _value(node: ast.expr, module: nn.Module) -> Any:  # noqa: C901, PLR0911  # one for each kind of expression
     """Return what an expression over a module's numbers, texts and truths is; ``training`` changes, and is unknown."""
     if isinstance(node, ast.Constant):
         return node.value
@@ -119,6 +119,9 @@ def _value(node: ast.expr, module: nn.Module) -> Any:  # noqa: PLR0911  # one fo
             inner = inner.value
         value = module if isinstance(inner, ast.Name) and inner.id == "self" else _UNKNOWN
         for name in reversed(names):
-            value = getattr(value, name, _UNKNOWN)
+            try:
+                value = getattr(value, name, _UNKNOWN)
+            except Exception:  # noqa: BLE001  # a user's property
+                return _UNKNOWN
         return value if isinstance(value, bool | int | float | str | None) else _UNKNOWN
     return _UNKNOWN

@@ -187,9 +187,12 @@ def load_states(path: Path, parts: Mapping[str, Any], loader: Any) -> dict[str, 
     before = {name: copy.deepcopy(parts[name].state_dict()) for name in own_kinds}
     generated = take_random(loader)
     try:
-        for name in (*own_kinds, "model"):  # the model last, of which nothing can be wrong any more
+        for name in own_kinds:
             parts[name].load_state_dict(_share_out(name, parts[name], states[name]))
+        name = "random"
         restore_random(content["epoch_random"], loader)
+        name = "model"  # last, as nothing can be wrong with it any more
+        parts[name].load_state_dict(_share_out(name, parts[name], states[name]))
     except Exception as error:
         for other_name, state in before.items():
             parts[other_name].load_state_dict(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
 from torch import nn
 
 from q4_nn.blocks.packed import FilledLinear, Q4Conv2d, Q4Recurrent
@@ -87,7 +88,7 @@ def _at(model: nn.Module, name: str) -> nn.Module | None:
 def _reasons_against(candidate: Candidate) -> Iterator[str]:
     """Yield why a layer can't be packed without a loss."""
     if not isinstance(candidate.layer, STERecurrent):
-        yield from reasons_against(candidate, None)
+        yield from reasons_against(attrs.evolve(candidate, read=None), None)  # a read was of the master, to train it
         return
     yield from additions(candidate.layer, STERecurrent, ("inner",))
     inner = candidate.layer.inner
