@@ -308,3 +308,12 @@ def test_layers_whose_weight_is_read_are_left_alone(convert: Any) -> None:
     assert reasons == {"0.read": "its weight is read by _Reader.forward", "0.called": "", "1": ""}
     assert type(model[0].read) is nn.Linear
     assert model(x).shape == (3, 2)
+
+
+def test_a_skipped_layer_stays_under_each_of_its_names() -> None:
+    """A layer that is skipped by one name is not replaced by way of another."""
+    model: Any = nn.ModuleDict({"a": nn.Linear(64, 64)})
+    model["list"] = nn.ModuleList([model["a"], nn.Linear(64, 64)])
+    table = to_ste_(model, "nf4", skip=["a"])
+    assert table.names == ["list.1"]
+    assert type(model["a"]) is type(model["list"][0]) is nn.Linear

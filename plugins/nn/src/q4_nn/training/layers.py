@@ -189,10 +189,11 @@ def to_ste_(
         raise InputError("to_ste_", name="model", rule=rule, value=value, hint=hint)
     candidates = find_candidates(model, _KINDS)
     chosen = skipped_by_caller("to_ste_", skip, model, candidates)
+    skipped = {item.layer: chosen[item.name] for item in candidates if item.name in chosen}  # by any name
     rows, made = [], {}
     for candidate in candidates:
         name, layer = candidate.name, candidate.layer
-        reason = chosen.get(name)
+        reason = skipped.get(layer)
         if isinstance(layer, (STELinear, STEConv2d)) or isinstance(candidate.parent, STERecurrent):
             reason = "it trains in four bits already"
         reason = reason or next(reasons_against(candidate, None), None)
