@@ -79,13 +79,34 @@ CHANGES_OF: dict[str, dict[str, tuple[Any, tuple[str, ...]]]] = {
 }
 IDLE = {
     "attention.layer_norm_epsilon",
+    "attention.sliding_window_pattern",
+    "expert_chunk_feed_forward_length",
+    "expert_feed_forward_length",
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_group_scale",
+    "expert_group_used_count",
+    "expert_shared_count",
+    "expert_shared_feed_forward_length",
     "expert_used_count",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "experts_per_group",
+    "interleave_moe_layer_step",
+    "leading_dense_block_count",
+    "moe_every_n_layers",
+    "moe_latent_size",
     "pooling_type",
+    "rope.freq_base_swa",
     "rope.scaling.finetuned",
     "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier",
+    "router_logit_softcapping",
     "tensor_data_layout",
 }
-"""Keys of what these architectures do not have, of embeddings, or of how the weights came about."""
+"""Keys of what these models do not have (experts, sliding blocks, YaRN), of embeddings, or of the weights' past."""
 
 
 def add(writer: GGUFWriter, arch: str, facts: dict[str, Any]) -> None:
@@ -165,7 +186,7 @@ def test_every_key(arch: str, tmp_path: Path) -> None:
     expected = CHANGES | CHANGES_OF.get(arch, {})
     for key in KEYS:
         value, names = expected.get(key, (3, ()))
-        if key in IDLE:
+        if key in IDLE - expected.keys():
             assert header(tmp_path / "model.gguf", arch, {**facts, key: value}) == base, key
         elif names:
             found = header(tmp_path / "model.gguf", arch, {**facts, key: value})
@@ -198,12 +219,22 @@ def test_every_key_of_scaling(arch: str, tmp_path: Path) -> None:
     assert rope(**yarn, yarn_beta_slow=2.0)["beta_slow"] == 2
     for facts in (
         *({**yarn, f"yarn_{name}": 0.5} for name in ("ext_factor", "attn_factor", "log_multiplier")),
-        *({"type": "linear", "factor": 8.0, f"yarn_{name}": 2.0} for name in ("beta_fast", "beta_slow")),
+        *({"type": "linear", "factor": 8.0, f"yarn_{name}": 2.0} for name in ("ext_factor", "attn_factor")),
         *({"type": "linear", "factor": 8.0, name: 2.0} for name in ("alpha", "attn_factor")),
         {"type": "longrope", "factor": 8.0},
     ):
         with pytest.raises(q4.CheckpointError, match="scaling"):
             rope(**facts)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_idle_keys_of_scaling(arch: str, tmp_path: Path) -> None:
+    """What llama.cpp does not use of a header loads: a factor of no scaling, and YaRN's options of another one."""
+    path = tmp_path / "model.gguf"
+    yarn = {f"rope.scaling.yarn_{name}": 2.0 for name in ("beta_fast", "beta_slow", "log_multiplier")}
+    none = {"rope.scaling.type": "none", "rope.scaling.factor": 8.0, "rope.scaling.yarn_ext_factor": 1.0}
+    assert header(path, arch, {**BASE, **none, **yarn}) == header(path, arch, BASE)
+    assert header(path, arch, {**BASE, **LINEAR_FACTS, **yarn}) == header(path, arch, {**BASE, **LINEAR_FACTS})
 
 
 def test_special_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

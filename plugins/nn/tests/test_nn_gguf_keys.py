@@ -22,14 +22,31 @@ if TYPE_CHECKING:
 KINDS = {architecture.name: architecture for architecture in ARCHITECTURES}
 VALUES = (1, 7, 0.375, True, False, "other", [1, 0, 1])
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
-BASES: dict[str, tuple[dict[str, Any], str]] = {
-    "plain": ({}, "rope.scaling.original_context_length"),
-    "yarn": (YARN, "rope.scale_linear"),
+LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+OF_YARN = {f"rope.scaling.{name}" for name in ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")}
+UNSCALED = OF_YARN | {"rope.scaling.original_context_length"}
+UNUSED = UNSCALED | {f"rope.{name}" for name in ("scaling.factor", "scale_linear", "scaling.yarn_ext_factor")}
+BASES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "plain": ({}, UNSCALED),
+    "none": ({"rope.scaling.type": "none"}, UNUSED),
+    "linear": (LINEAR, UNSCALED | {"rope.scale_linear"}),
+    "yarn": (YARN, {"rope.scale_linear"}),
 }
-"""Header, and the key that has no effect there: what is not scaled has one context; the newer key's factor counts."""
+"""Header, and the keys that have no effect there: of YaRN alone, of any scaling, or of which the newer counts."""
+OF_WINDOWS = {"attention.sliding_window_pattern", "rope.freq_base_swa"}
+"""Keys without effect where no block slides."""
 IDLE = {
     "attention.layer_norm_epsilon": "these architectures have no such norm",
-    "expert_used_count": "there are no experts: expert_count is refused",
+    **dict.fromkeys(
+        (
+            *("expert_chunk_feed_forward_length", "expert_feed_forward_length", "expert_gating_func"),
+            *("expert_group_count", "expert_group_scale", "expert_group_used_count", "expert_shared_count"),
+            *("expert_shared_feed_forward_length", "expert_used_count", "expert_weights_norm", "expert_weights_scale"),
+            *("experts_per_group", "interleave_moe_layer_step", "leading_dense_block_count", "moe_every_n_layers"),
+            *("moe_latent_size", "router_logit_softcapping"),
+        ),
+        "there are no experts: expert_count is refused",
+    ),
     "pooling_type": "of the embeddings of a text, not of logits",
     "rope.scaling.finetuned": "how the weights came about",
     "tensor_data_layout": "how the file came about",
@@ -37,7 +54,8 @@ IDLE = {
 PLAIN = {
     "attention.causal": True,
     "use_parallel_residual": False,
-    "expert_count": 0,
+    "logit_scale": 1,
+    "residual_scale": 1,
     "rope.scaling.attn_factor": 1,
     "rope.scaling.yarn_attn_factor": 1,
     "rope.scaling.yarn_ext_factor": 1,
@@ -83,6 +101,7 @@ def test_each_key(kind: str, base: str, read: Callable[..., TransformerConfig]) 
     """A key is read, so that the config differs, or refused by name; none is passed over but those without effect."""
     told, unused = BASES[base]
     plain = read(kind, **told)
+    unused = unused if plain.sliding_layers else unused | OF_WINDOWS
     served, passed_over = set(), []
     nameless: list[Any] = []
     for key in keys():
@@ -93,10 +112,45 @@ def test_each_key(kind: str, base: str, read: Callable[..., TransformerConfig]) 
                 nameless += [] if str(error.name).startswith("metadata ") else [(key, value)]
                 continue
             served.add(key)
-            if key not in {unused, *IDLE} and found == plain and value != PLAIN.get(key, told.get(key)):
+            if key not in {*unused, *IDLE} and found == plain and value != PLAIN.get(key, told.get(key)):
                 passed_over.append((key, value))
     assert (passed_over, nameless) == ([], [])
-    assert served >= {"attention.layer_norm_rms_epsilon", "block_count", "rope.freq_base", *IDLE}
+    assert served >= {"attention.layer_norm_rms_epsilon", "block_count", "rope.freq_base", *unused, *IDLE}
+
+
+ZERO = (
+    *("expert_count", "attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv"),
+    *("attention.max_alibi_bias", "nextn_predict_layers", "attention.shared_kv_layers"),
+    *("embedding_length_per_layer_input", "n_deepstack_layers", "rope.scaling.yarn_ext_factor"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_that_change_nothing(kind: str, read: Callable[..., TransformerConfig]) -> None:
+    """What none of these architectures has loads where its number says that there is none, and is refused otherwise."""
+    plain = read(kind)
+    for key in ZERO:
+        assert read(kind, **{key: 0}) == read(kind, **{key: 0.0}) == plain
+        with pytest.raises(q4.CheckpointError) as caught:
+            read(kind, **{key: 2})
+        assert caught.value.name == f"metadata '{kind}.{key}'"
+
+
+def test_keys_of_windows(read: Callable[..., TransformerConfig]) -> None:
+    """Keys of sliding blocks are refused where blocks slide and the architecture does not compute what they say."""
+    for key, value in (("attention.sliding_window_pattern", 2), ("rope.freq_base_swa", 500.0)):
+        assert read("llama", **{"attention.sliding_window": 0, key: value}) == read("llama")
+        with pytest.raises(q4.CheckpointError) as caught:
+            read("llama", **{"attention.sliding_window": 5, key: value})
+        assert caught.value.name == f"metadata 'llama.{key}'"
+
+
+def test_a_window_of_the_whole_context(read: Callable[..., TransformerConfig]) -> None:
+    """Gemma 3's sliding blocks keep their own rotary base where the window hides nothing."""
+    small = read("gemma3")
+    whole = read("gemma3", **{"attention.sliding_window": small.max_position_embeddings})
+    assert whole.sliding_layers == small.sliding_layers != ()
+    assert whole.local_rope_theta == small.local_rope_theta
 
 
 def test_a_key_that_nobody_knows(read: Callable[..., TransformerConfig]) -> None:
@@ -140,6 +194,13 @@ def test_long_rope() -> None:
         scaling = phi3(LONG, **told, **{"rope.scaling.original_context_length": 16}).rope_scaling
         assert (scaling.kind, scaling.factor, scaling.amplitude()) == ("longrope", 4.0, 1.0)
         assert (scaling.short_factor, scaling.long_factor) == ((1.0,) * 4, (2.0,) * 4)
+
+
+def test_long_rope_of_no_type() -> None:
+    """Where the type is none, a factor of linear scaling and YaRN's options change nothing of LongRoPE's factors."""
+    told = {"rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": 16.0}
+    assert phi3(LONG, **{"rope.scaling.type": "none"}, **told) == phi3(LONG)
+    assert phi3(LONG, **{"rope.scaling.factor": 1.0}) == phi3(LONG)
 
 
 BROKEN: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {

@@ -20,6 +20,8 @@ from q4_nn.models.hf_names import fused_parts
 from q4_nn.models.load import Names
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from q4_nn.models.metadata import Metadata
     from q4_nn.models.transformer import TransformerDecoder
     from q4core import Checkpoint
@@ -48,15 +50,24 @@ _FACTORS, _SHORT, _LONG = (f"rope_{name}.weight" for name in ("freqs", "factors_
 _IDLE = frozenset(
     {
         "attention.layer_norm_epsilon",  # of norms that these kinds do not have
-        "expert_used_count",  # of experts, which are refused
         "pooling_type",  # of embeddings
         "rope.scaling.finetuned",
         "tensor_data_layout",
+        *(f"expert_{name}" for name in ("chunk_feed_forward_length", "feed_forward_length", "gating_func")),
+        *(f"expert_{name}" for name in ("group_count", "group_scale", "group_used_count", "shared_count")),
+        *(f"expert_{name}" for name in ("shared_feed_forward_length", "used_count", "weights_norm", "weights_scale")),
+        *("experts_per_group", "interleave_moe_layer_step", "leading_dense_block_count", "moe_every_n_layers"),
+        *("moe_latent_size", "router_logit_softcapping"),  # of experts, which are refused
     }
 )
 """Keys that change nothing that is computed."""
-_PLAIN = {"yarn_log_multiplier": 0.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}
-"""Options of YaRN that are not computed here, with what they must be."""
+_PLAIN = {
+    **dict.fromkeys(("expert_count", "attn_logit_softcapping", "final_logit_softcapping"), 0.0),
+    **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "nextn_predict_layers"), 0.0),
+    **dict.fromkeys(("attention.shared_kv_layers", "embedding_length_per_layer_input", "n_deepstack_layers"), 0.0),
+    **dict.fromkeys(("logit_scale", "residual_scale"), 1.0),
+}
+"""What none of these kinds computes, with the number at which it changes nothing."""
 
 
 def _renamed(name: str, parts: dict[str, str], whole: dict[str, str], theirs: str, ours: str) -> str:
@@ -133,9 +144,7 @@ def _config(checkpoint: Checkpoint, metadata: Metadata, kind: str) -> Transforme
 
 def _options(metadata: Metadata, prefix: str, kind: str) -> dict[str, Any]:
     """Return what a kind does beyond a Llama; refuse what none of them does."""
-    for name in ("expert_count", "attn_logit_softcapping", "final_logit_softcapping"):
-        if value := metadata.number(f"{prefix}.{name}", above=-1, default=0):
-            metadata.fail(f"{prefix}.{name}", "0 (no mixture of experts is served, nor capped logits)", value)
+    _require(metadata, {f"{prefix}.{name}": number for name, number in _PLAIN.items()})
     for name, plain in (("attention.causal", True), ("use_parallel_residual", False)):
         if metadata.flag(f"{prefix}.{name}", default=plain) is not plain:
             metadata.fail(f"{prefix}.{name}", str(plain).lower(), not plain)
@@ -153,7 +162,9 @@ def _options(metadata: Metadata, prefix: str, kind: str) -> dict[str, Any]:
         options["local_rope_theta"] = metadata.number(f"{prefix}.rope.freq_base_swa", above=0, default=10_000.0)
     if kind == "smollm3":
         options["no_rope_layers"] = range(3, layers, 4)
-    if 0 < window < context:
+    if kind == "gemma3" or not 0 < window < context:
+        metadata.pass_over(*(f"{prefix}.{name}" for name in ("attention.sliding_window_pattern", "rope.freq_base_swa")))
+    if window and (window < context or kind == "gemma3"):  # whose sliding blocks have a base of their own
         sliding = [layer for layer in range(layers) if (layer + 1) % every]
         options |= {"sliding_window": window, "sliding_layers": sliding}
     return options
@@ -161,36 +172,53 @@ def _options(metadata: Metadata, prefix: str, kind: str) -> dict[str, Any]:
 
 def _rope_scaling(checkpoint: Checkpoint, metadata: Metadata, prefix: str, context: int, turned: int) -> RopeScaling:
     kind = metadata.text(f"{prefix}.type", default=None)
+    is_long = kind == "longrope" or _LONG in checkpoint.dense or _SHORT in checkpoint.dense
+    if is_long and kind not in {None, "none", "longrope"}:
+        metadata.fail(f"{prefix}.type", "'longrope', as there are factors for it", kind)
+    if kind not in {None, "none", "linear", "yarn", "longrope"}:
+        metadata.fail(f"{prefix}.type", "'none', 'linear', 'yarn' or 'longrope'", kind)
     original = metadata.integer(f"{prefix}.original_context_length", default=context)
     amplitude = metadata.number(f"{prefix}.attn_factor", above=0, default=1.0)
-    if kind == "longrope" or _LONG in checkpoint.dense or _SHORT in checkpoint.dense:
-        if kind not in {None, "none", "longrope"}:
-            metadata.fail(f"{prefix}.type", "'longrope', as there are factors for it", kind)
+    if amplitude != 1 and not is_long:
+        metadata.fail(f"{prefix}.attn_factor", "1, but for LongRoPE", amplitude)
+    _require(metadata, {f"{prefix}.yarn_attn_factor": 1.0})
+    newer, older = f"{prefix}.factor", f"{prefix.removesuffix('scaling')}scale_linear"
+    if kind == "yarn":
+        return _yarn(metadata, prefix, _factor(metadata, newer, older), original)
+    metadata.pass_over(*(f"{prefix}.yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier")))
+    if kind == "none":
+        metadata.pass_over(newer, older, f"{prefix}.yarn_ext_factor")
+    else:  # an ext_factor makes llama.cpp compute YaRN, whatever the type
+        _require(metadata, {f"{prefix}.yarn_ext_factor": 0.0})
+    if is_long:
+        if kind != "none":
+            _require(metadata, {newer: 1.0, older: 1.0})
         long, short = (_factors(checkpoint, metadata, name, turned) for name in (_LONG, _SHORT))
         facts = {"factor": context / original, "original_context": original, "attention_factor": amplitude}
         return RopeScaling(kind="longrope", short_factor=(*short.tolist(),), long_factor=(*long.tolist(),), **facts)
-    if amplitude != 1:
-        metadata.fail(f"{prefix}.attn_factor", "1, but for LongRoPE", amplitude)
-    if kind not in {None, "none", "linear", "yarn"}:
-        metadata.fail(f"{prefix}.type", "'none', 'linear', 'yarn' or 'longrope'", kind)
-    if kind == "none":
-        return RopeScaling()
-    older = metadata.number(f"{prefix.removesuffix('scaling')}scale_linear", above=0, default=1.0)
-    factor = metadata.number(f"{prefix}.factor", above=0, default=older)
-    if kind != "yarn":
-        return RopeScaling() if factor == 1 else RopeScaling(kind="linear", factor=factor)
-    return _yarn(metadata, prefix, factor, original)
+    factor = 1.0 if kind == "none" else _factor(metadata, newer, older)
+    return RopeScaling() if factor == 1 else RopeScaling(kind="linear", factor=factor)
+
+
+def _factor(metadata: Metadata, newer: str, older: str) -> float:
+    found: float = metadata.number(newer, above=0, default=metadata.number(older, above=0, default=1.0))
+    return found
 
 
 def _yarn(metadata: Metadata, prefix: str, factor: float, original: int) -> RopeScaling:
-    for name, plain in _PLAIN.items():
-        if (value := metadata.number(f"{prefix}.{name}", above=-1e9, default=plain)) != plain:
-            metadata.fail(f"{prefix}.{name}", f"{plain}", value)
+    _require(metadata, {f"{prefix}.yarn_log_multiplier": 0.0, f"{prefix}.yarn_ext_factor": 1.0})
     beta = {
         f"beta_{name}": metadata.number(f"{prefix}.yarn_beta_{name}", above=0, default=default)
         for name, default in (("fast", 32.0), ("slow", 1.0))
     }
     return RopeScaling(kind="yarn", factor=factor, original_context=original, **beta)
+
+
+def _require(metadata: Metadata, plain: Mapping[str, float]) -> None:
+    """Refuse each key that says another number than the one at which it changes nothing."""
+    for key, number in plain.items():
+        if (value := metadata.number(key, above=-1e9, default=number)) != number:
+            metadata.fail(key, f"{number:g}, as nothing else is computed here", value)
 
 
 def _factors(checkpoint: Checkpoint, metadata: Metadata, name: str, turned: int) -> torch.Tensor:

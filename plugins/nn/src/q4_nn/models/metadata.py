@@ -45,6 +45,10 @@ class Metadata:
         """Raise a ``CheckpointError`` that names the file, a tensor of it, the rule and the value."""
         raise CheckpointError("model", name=f"tensor {name!r}", rule=rule, value=value, where=self.where)
 
+    def pass_over(self, *keys: str) -> None:
+        """Count keys as read: beside what the others say, they change nothing that is computed."""
+        self._asked.update(keys)
+
     def refuse_unread(self, prefix: str, *, idle: Collection[str]) -> None:
         """Refuse a key that nobody has asked for: what it says would not be computed.
 
