@@ -94,6 +94,26 @@ def _unscaled(path: Path) -> list[str]:
     return found
 
 
+def _scaled_on_import(path: Path) -> list[str]:
+    """Return the calls of a file that measure the machine when it is imported: in no function, or in its head."""
+    found: list[str] = []
+    nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in {"scaled", "slowness"}:
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            nodes += [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
+        elif not isinstance(node, ast.Lambda):
+            nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def test_nothing_is_scaled_on_import() -> None:
+    """Workers that collect at different moments have the same tests: no name of one holds what was measured."""
+    assert [place for path in FILES for place in _scaled_on_import(path)] == []
+
+
 def test_every_limit_is_scaled() -> None:
     """No test ends what hangs after a number of seconds that holds on its author's machine alone."""
     assert len(FILES) > 300

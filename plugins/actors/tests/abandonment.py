@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from q4_actors import MutableTensor
 
-HUNG = scaled(10.0)
+HUNG = 10.0
 """Seconds after which a call has hung. Its thread is a daemon, so that it can't hang the suite."""
 
 
@@ -34,7 +34,7 @@ class Call:
             self._error = error
 
     def _join(self) -> None:
-        self._thread.join(HUNG)
+        self._thread.join(scaled(HUNG))
         assert not self._thread.is_alive(), explain()
 
     def result(self) -> Any:
@@ -66,7 +66,7 @@ class Abandoned:
         block = holder.pop()
         self._use(block.__enter__())
         self._entered.set()
-        assert self._go.wait(HUNG)
+        assert self._go.wait(scaled(HUNG))
 
     def end(self) -> None:
         """Let the thread end without leaving the block."""
@@ -76,11 +76,11 @@ class Abandoned:
 
 def content_of(state: MutableTensor, timeout: float | None = HUNG) -> list[float]:
     """Read the whole content."""
-    with state.read(timeout=timeout) as view:
+    with state.read(timeout=timeout and scaled(timeout)) as view:
         return list(view.tensor.tolist())
 
 
 def write(state: MutableTensor, value: float, *, wait: bool = False, timeout: float | None = HUNG) -> None:
     """Make one update, which fills the content."""
-    with state.write(wait=wait, timeout=timeout) as tensor:
+    with state.write(wait=wait, timeout=timeout and scaled(timeout)) as tensor:
         tensor.fill_(value)

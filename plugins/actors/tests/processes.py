@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from sharing import LONG
 
+from tests.support.limits import scaled
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
@@ -56,7 +58,7 @@ class Worker:
         count = 0
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self.enter(kind, timeout=LONG, **({"wait": True} if kind == "write" else {}))
+            self.enter(kind, timeout=scaled(LONG), **({"wait": True} if kind == "write" else {}))
             time.sleep(hold_s)
             self.leave()
             count += 1
@@ -106,7 +108,7 @@ class Process:
 
     def result(self) -> Any:
         """Return its answer, or raise its error."""
-        assert self._line.poll(LONG), "hung"
+        assert self._line.poll(scaled(LONG)), "hung"
         result, error = self._line.recv()
         if error is not None:
             raise error
@@ -120,13 +122,13 @@ class Process:
     def kill(self) -> None:
         """Kill it, so that nothing of it runs any more."""
         self._process.kill()
-        self._process.join(LONG)
+        self._process.join(scaled(LONG))
         assert not self._process.is_alive()
 
     def end(self) -> None:
         """Let it end."""
         self._line.close()
-        self._process.join(LONG)
+        self._process.join(scaled(LONG))
         self._process.kill()
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import contextlib
 
 MODES = list(MutableMode)
-LONG = scaled(30.0)
+LONG = 30.0
 """Seconds after which a test has hung."""
 
 
@@ -44,7 +44,7 @@ def poisoned(mode: MutableMode) -> MutableTensor:
 
 def content_of(state: MutableTensor) -> list[float]:
     """Read all values."""
-    with state.read(timeout=LONG) as view:
+    with state.read(timeout=scaled(LONG)) as view:
         content: list[float] = view.tensor.tolist()
         return content
 
@@ -61,12 +61,12 @@ class Held:
     def _run(self) -> None:
         with self._block:
             self._entered.set()
-            assert self._go.wait(LONG)
+            assert self._go.wait(scaled(LONG))
 
     def release(self) -> None:
         """Let the block end."""
         self._go.set()
-        self._future.result(LONG)
+        self._future.result(scaled(LONG))
 
     def __enter__(self) -> None:
         """Do nothing: it is held already."""

@@ -11,6 +11,7 @@ from sharing import LONG, content_of, poisoned
 
 import q4core as q4
 from q4_actors import MutableMode, MutableStats, MutableTensor
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -223,12 +224,15 @@ def test_only_one_of_two_resets_takes_effect(threads: concurrent.futures.ThreadP
         ready = threading.Barrier(2)
 
         def reset(state: MutableTensor = state, ready: threading.Barrier = ready) -> bool:
-            ready.wait(LONG)
+            ready.wait(scaled(LONG))
             try:
                 state.reset()
             except q4.LifecycleError:
                 return False
             return True
 
-        assert sorted(future.result(LONG) for future in [threads.submit(reset) for _ in range(2)]) == [False, True]
+        assert sorted(future.result(scaled(LONG)) for future in [threads.submit(reset) for _ in range(2)]) == [
+            False,
+            True,
+        ]
         assert state.version == 1

@@ -13,7 +13,7 @@ from abandonment import HUNG, Abandoned, Call, content_of, write
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
-from tests.support.limits import until
+from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,6 +89,7 @@ def test_who_waits_is_told_that_the_writer_ended(
     """Readers, writers and those who wait for a version, who wait already when the writer's thread ends, are told."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     writer = Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor[:2].fill_(7.0))
+    timeout = timeout and scaled(timeout)
     waiting = [
         Call(lambda: state.read(timeout=timeout).__enter__()),
         Call(lambda: write(state, 1.0, wait=True, timeout=timeout)),
@@ -99,7 +100,7 @@ def test_who_waits_is_told_that_the_writer_ended(
     writer.end()
     for call in waiting:
         assert isinstance(call.error(), q4.PoisonedError)
-    state.reset(torch.ones(4), timeout=HUNG)
+    state.reset(torch.ones(4), timeout=scaled(HUNG))
     assert content_of(state) == [1.0] * 4
 
 
@@ -197,7 +198,7 @@ def test_reader_that_wrote_and_ended_is_found_out(
         error = Call(lambda: use(state)).error()  # noqa: B023
         assert isinstance(error, q4.PoisonedError)
         assert "outside write()" in str(error.value)
-        state.reset(timeout=HUNG)
+        state.reset(timeout=scaled(HUNG))
         assert content_of(state) == [0.0] * 4
 
 
@@ -207,7 +208,7 @@ def test_reader_that_wrote_and_ended_is_found_out(
 def test_living_holder_is_left_alone(mode: MutableMode) -> None:
     """However long it takes, a block that can still be left is waited for; and its update takes effect."""
     state = MutableTensor(torch.zeros(4), mode=mode)
-    with state.write(timeout=HUNG) as tensor:
+    with state.write(timeout=scaled(HUNG)) as tensor:
         gc.collect()
         error = Call(lambda: write(state, 1.0, wait=True, timeout=0.5)).error()
         assert isinstance(error, q4.WriteConflictError)
@@ -235,11 +236,11 @@ def test_new_thread_is_not_taken_for_one_that_ended(
             if threading.get_ident() != numbers[0]:
                 return False
             if state.is_poisoned:
-                state.reset(timeout=HUNG)
+                state.reset(timeout=scaled(HUNG))
             write(state, 1.0)
             return True
 
-        deadline = time.monotonic() + HUNG
+        deadline = time.monotonic() + scaled(HUNG)
         while not Call(use).result():
             assert time.monotonic() < deadline, "no thread got the number, so nothing was tested"
         assert content_of(state) == [1.0] * 4
@@ -281,7 +282,7 @@ def test_updates_are_whole_though_every_third_writer_ends(mode: MutableMode) -> 
     for call in [Call(lambda index=index: add(index)) for index in range(6)]:  # type: ignore[misc]  # a default
         call.result()
     if state.is_poisoned:
-        state.reset(timeout=HUNG)
+        state.reset(timeout=scaled(HUNG))
     with state.read() as view:
         values = set(view.tensor.tolist())
     assert len(values) == 1
@@ -323,7 +324,7 @@ def test_device_is_waited_for_before_the_content_is_written_again(
     write(state, 1.0)
     assert seen == []
     Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0)).end()
-    state.reset(timeout=HUNG)
+    state.reset(timeout=scaled(HUNG))
     assert seen.pop() == ([7.0] * 4, 1)
     Abandoned(state.read(), keeps=keeps).end()
     write(state, 1.0)
@@ -331,7 +332,7 @@ def test_device_is_waited_for_before_the_content_is_written_again(
     with pytest.raises(RuntimeError, match="boom"), state.write() as tensor:  # noqa: PT012  # the block is the subject
         tensor.fill_(7.0)
         raise RuntimeError("boom")
-    state.reset(timeout=HUNG)
+    state.reset(timeout=scaled(HUNG))
     assert seen.pop() == ([7.0] * 4, 3)
     write(state, 1.0)
     assert seen == []
@@ -349,6 +350,6 @@ def test_cuda_work_of_a_writer_that_ended_is_over_before_the_next(keeps: bool) -
     state = MutableTensor(torch.zeros(1 << 20, device="cuda"), mode=MutableMode.IN_PLACE)
     Abandoned(state.write(), keeps=keeps, use=queue).end()
     with torch.cuda.stream(torch.cuda.Stream()):
-        state.reset(timeout=HUNG)
+        state.reset(timeout=scaled(HUNG))
     torch.cuda.synchronize()
     assert state.snapshot().tensor.count_nonzero().item() == 0

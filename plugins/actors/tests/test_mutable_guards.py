@@ -14,7 +14,7 @@ import q4core as q4
 from q4_actors import MutableMode, MutableTensor
 from q4_actors.dual_view import DeviceSync
 from q4core.errors import LifecycleError
-from tests.support.limits import until
+from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -30,7 +30,7 @@ def test_old_version_lives_as_long_as_its_reader(threads: concurrent.futures.Thr
     old = weakref.ref(state._content.tensor)
     with state.read() as view:
         for value in range(1, 4):
-            threads.submit(state.replace, torch.full((4,), float(value)), timeout=LONG).result(LONG)
+            threads.submit(state.replace, torch.full((4,), float(value)), timeout=scaled(LONG)).result(scaled(LONG))
         assert (view.version, state.version) == (0, 3)
         assert view.tensor.tolist() == [0.0] * 4
         assert old() is not None
@@ -89,7 +89,7 @@ def test_change_of_an_old_version_tells_its_readers_only(threads: concurrent.fut
     other = state.read()
     other.__enter__()
     with pytest.raises(q4.PoisonedError) as caught, state.read() as view:  # noqa: PT012  # the block is the subject
-        threads.submit(state.replace, torch.ones(4), timeout=LONG).result(LONG)
+        threads.submit(state.replace, torch.ones(4), timeout=scaled(LONG)).result(scaled(LONG))
         view.tensor.fill_(7.0)
     assert caught.value.details["version"] == 0
     with pytest.raises(q4.PoisonedError):
@@ -102,10 +102,10 @@ def test_waiting_writer_is_told_of_poison_at_once(threads: concurrent.futures.Th
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     other = Held(threads, state.read())
     with pytest.raises(q4.PoisonedError), state.read() as view:  # noqa: PT012  # the block is the subject
-        writer = threads.submit(state.replace, torch.ones(4), timeout=2 * LONG)
+        writer = threads.submit(state.replace, torch.ones(4), timeout=2 * scaled(LONG))
         until(lambda: state._content.gate.has_writer)
         view.tensor.add_(1.0)
-    assert isinstance(writer.exception(LONG), q4.PoisonedError)
+    assert isinstance(writer.exception(scaled(LONG)), q4.PoisonedError)
     with pytest.raises(q4.PoisonedError):
         other.release()
 
@@ -120,7 +120,7 @@ def test_update_under_way_does_not_heal(threads: concurrent.futures.ThreadPoolEx
 
     with pytest.raises(q4.PoisonedError), state.write() as tensor:  # noqa: PT012  # the block is the subject
         tensor.add_(1.0)
-        assert isinstance(threads.submit(change).exception(LONG), q4.PoisonedError)
+        assert isinstance(threads.submit(change).exception(scaled(LONG)), q4.PoisonedError)
     assert (state.version, state.is_poisoned, state.stats().failures) == (0, True, 1)
 
 
@@ -399,11 +399,11 @@ def test_cuda_update_is_whole_on_every_stream(
     state = MutableTensor(torch.zeros(1 << 20, device="cuda"), mode=mode)
 
     def read() -> tuple[int, list[float]]:
-        with torch.cuda.stream(torch.cuda.Stream()), state.read(timeout=LONG) as view:
+        with torch.cuda.stream(torch.cuda.Stream()), state.read(timeout=scaled(LONG)) as view:
             return view.version, view.tensor.unique().tolist()
 
     for value in range(1, 20):
-        with torch.cuda.stream(torch.cuda.Stream()), state.write(timeout=LONG) as tensor:
+        with torch.cuda.stream(torch.cuda.Stream()), state.write(timeout=scaled(LONG)) as tensor:
             torch.cuda._sleep(10_000_000)
             tensor.fill_(value)
-        assert threads.submit(read).result(LONG) == (value, [float(value)])
+        assert threads.submit(read).result(scaled(LONG)) == (value, [float(value)])

@@ -8,6 +8,7 @@ from abandonment import HUNG, Abandoned, Call, content_of, write
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
+from tests.support.limits import scaled
 
 
 def test_write_block_that_is_left_too_late(mode: MutableMode) -> None:
@@ -35,8 +36,8 @@ def test_write_block_that_is_left_too_late_does_not_end_another(mode: MutableMod
     writer = Abandoned(state.write(), keeps=True)
     writer.end()
     if state.is_poisoned:
-        state.reset(timeout=HUNG)
-    with state.write(timeout=HUNG) as tensor:
+        state.reset(timeout=scaled(HUNG))
+    with state.write(timeout=scaled(HUNG)) as tensor:
         with pytest.raises(q4.LifecycleError):
             writer.block.__exit__(None, None, None)
         assert isinstance(Call(lambda: write(state, 1.0)).error(), q4.WriteConflictError)

@@ -14,7 +14,7 @@ from sharing import LONG, content_of, failing_block, poisoned
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
-from tests.support.limits import until
+from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -30,14 +30,14 @@ def test_wait_returns_when_the_version_is_there(
     """True as soon as the version is reached or passed."""
     state = MutableTensor(torch.zeros(4), mode=mode)
     assert state.wait(0, timeout=0)
-    waiting = [threads.submit(state.wait, version, LONG) for version in (1, 3)]
+    waiting = [threads.submit(state.wait, version, scaled(LONG)) for version in (1, 3)]
     until(lambda: state._content.waiting == 2)
     state.replace(torch.ones(4))
-    assert waiting[0].result(LONG)
+    assert waiting[0].result(scaled(LONG))
     assert not waiting[1].done()
     for _ in range(3):
         state.replace(torch.ones(4))
-    assert waiting[1].result(LONG)
+    assert waiting[1].result(scaled(LONG))
     assert state.wait(2)
 
 
@@ -54,15 +54,15 @@ def test_who_waits_is_told_of_poison(threads: concurrent.futures.ThreadPoolExecu
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with failing_block(), state.write():
         waiting: list[concurrent.futures.Future[Any]] = [
-            threads.submit(state.wait, 1, 2 * LONG),
-            threads.submit(state.snapshot, timeout=2 * LONG),
-            threads.submit(state.replace, torch.ones(4), wait=True, timeout=2 * LONG),
+            threads.submit(state.wait, 1, 2 * scaled(LONG)),
+            threads.submit(state.snapshot, timeout=2 * scaled(LONG)),
+            threads.submit(state.replace, torch.ones(4), wait=True, timeout=2 * scaled(LONG)),
         ]
         gate = state._content.gate
         until(lambda: bool(state._content.waiting and gate._waiting_readers and gate._waiting_writers))
         raise RuntimeError("boom")
     for future in waiting:
-        assert isinstance(future.exception(LONG), q4.PoisonedError)
+        assert isinstance(future.exception(scaled(LONG)), q4.PoisonedError)
     state.reset()
     assert content_of(state) == [0.0] * 4
 
@@ -97,7 +97,7 @@ def test_close_with_blocks_open(threads: concurrent.futures.ThreadPoolExecutor, 
     """Readers finish with their version; an update under way is dropped, and its writer told."""
     state = MutableTensor(torch.ones(4), mode=mode)
     with state.read() as view:
-        threads.submit(state.close).result(LONG)
+        threads.submit(state.close).result(scaled(LONG))
         assert view.tensor.tolist() == [1.0] * 4
     state = MutableTensor(torch.ones(4), mode=mode)
     with pytest.raises(q4.LifecycleError), state.write() as tensor:  # noqa: PT012  # the block is the subject
@@ -114,15 +114,15 @@ def test_close_wakes_who_waits(threads: concurrent.futures.ThreadPoolExecutor) -
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with pytest.raises(q4.LifecycleError), state.write():  # noqa: PT012  # the block is the subject
         waiting: list[concurrent.futures.Future[Any]] = [
-            threads.submit(state.wait, 1, 2 * LONG),
-            threads.submit(state.snapshot, timeout=2 * LONG),
-            threads.submit(state.replace, torch.ones(4), wait=True, timeout=2 * LONG),
+            threads.submit(state.wait, 1, 2 * scaled(LONG)),
+            threads.submit(state.snapshot, timeout=2 * scaled(LONG)),
+            threads.submit(state.replace, torch.ones(4), wait=True, timeout=2 * scaled(LONG)),
         ]
         gate = state._content.gate
         until(lambda: bool(state._content.waiting and gate._waiting_readers and gate._waiting_writers))
         state.close()
         for future in waiting:
-            assert isinstance(future.exception(LONG), q4.LifecycleError)
+            assert isinstance(future.exception(scaled(LONG)), q4.LifecycleError)
 
 
 def test_with_closes(mode: MutableMode) -> None:

@@ -19,6 +19,7 @@ from sharing import LONG
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
 from q4_conformance.measurement.history import Recorder, violations
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,16 +56,16 @@ class _Race:
         try:
             background = [*(pool.submit(self._read) for _ in range(self.readers)), pool.submit(self._snapshot)]
             for future in [pool.submit(self._write, index) for index in range(self.writers)]:
-                future.result(2 * LONG)
+                future.result(2 * scaled(LONG))
             self._is_done.set()
             for future in background:
-                future.result(LONG)
+                future.result(scaled(LONG))
         finally:
             self._is_done.set()
             sys.setswitchinterval(interval)
 
     def _write(self, index: int) -> None:
-        self._start.wait(LONG)
+        self._start.wait(scaled(LONG))
         for round_ in range(self.rounds):
             fails = self._is_versioned and round_ % 7 == 0
             try:
@@ -75,7 +76,7 @@ class _Race:
                 assert fails
 
     def _update(self, token: float, *, wait: bool, fails: bool) -> None:
-        with self.recorder.record("write") as seen, self.state.write(wait=wait, timeout=LONG) as tensor:
+        with self.recorder.record("write") as seen, self.state.write(wait=wait, timeout=scaled(LONG)) as tensor:
             tensor[:32] = token
             time.sleep(0)
             tensor[32:] = token
@@ -84,16 +85,16 @@ class _Race:
             seen.update(version=self.state.version + 1, value=token)
 
     def _read(self) -> None:
-        self._start.wait(LONG)
+        self._start.wait(scaled(LONG))
         while not self._is_done.is_set():
-            with self.recorder.record("read") as seen, self.state.read(timeout=LONG) as view:
+            with self.recorder.record("read") as seen, self.state.read(timeout=scaled(LONG)) as view:
                 seen.update(version=view.version, value=_torn(view.tensor))
 
     def _snapshot(self) -> None:
-        self._start.wait(LONG)
+        self._start.wait(scaled(LONG))
         while not self._is_done.is_set():
             with self.recorder.record("read") as seen:
-                taken = self.state.snapshot(timeout=LONG)
+                taken = self.state.snapshot(timeout=scaled(LONG))
                 seen.update(version=taken.version, value=_torn(taken.tensor))
             self.state.wait(taken.version + 1, timeout=0.01)
 
@@ -135,7 +136,7 @@ def _half_way(threads: concurrent.futures.ThreadPoolExecutor, register: Any) -> 
     recorder = Recorder()
 
     def read() -> None:
-        with recorder.record("read") as seen, register.read(timeout=LONG) as view:
+        with recorder.record("read") as seen, register.read(timeout=scaled(LONG)) as view:
             seen.update(version=view.version, value=_torn(view.tensor))
 
     with recorder.record("write") as seen, register.write() as tensor:
@@ -144,7 +145,7 @@ def _half_way(threads: concurrent.futures.ThreadPoolExecutor, register: Any) -> 
         concurrent.futures.wait([late], timeout=0.2)
         tensor[32:] = 1.0
         seen.update(version=1, value=1.0)
-    late.result(LONG)
+    late.result(scaled(LONG))
     return violations(recorder.operations, 0.0)
 
 

@@ -11,6 +11,7 @@ from sharing import LONG, Held
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -20,8 +21,8 @@ def test_a_writer_that_waits_in_vain_is_told_for_whom(threads: concurrent.future
     """The refusal names readers where readers were there, and the other writer where one was."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     for block, who in (
-        (state.read(timeout=LONG), "readers are there"),
-        (state.write(timeout=LONG), "another writer is there"),
+        (state.read(timeout=scaled(LONG)), "readers are there"),
+        (state.write(timeout=scaled(LONG)), "another writer is there"),
     ):
         held = Held(threads, block)
         with pytest.raises(q4.WriteConflictError) as caught, state.write(wait=True, timeout=0.01):

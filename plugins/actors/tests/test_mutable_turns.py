@@ -13,7 +13,7 @@ from sharing import LONG, Held, content_of
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, rwlock
 from q4_actors.content import Content
-from tests.support.limits import until
+from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -29,7 +29,7 @@ def test_second_writer_is_refused_at_once(threads: concurrent.futures.ThreadPool
     with state.write() as tensor:
         tensor.add_(1.0)
         for attempt in (lambda: state.write().__enter__(), lambda: state.replace(torch.ones(4))):
-            error = threads.submit(attempt).exception(LONG)
+            error = threads.submit(attempt).exception(scaled(LONG))
             assert isinstance(error, q4.WriteConflictError)
             assert "membrane" in str(error)
     assert (state.version, state.stats().conflicts) == (1, 2)
@@ -41,7 +41,7 @@ def test_second_writer_waits_by_choice(threads: concurrent.futures.ThreadPoolExe
     order: list[int] = []
 
     def write(index: int) -> None:
-        with state.write(wait=True, timeout=LONG) as tensor:
+        with state.write(wait=True, timeout=scaled(LONG)) as tensor:
             tensor.add_(1.0)
             order.append(index)
 
@@ -53,7 +53,7 @@ def test_second_writer_waits_by_choice(threads: concurrent.futures.ThreadPoolExe
             futures.append(threads.submit(write, index))
             until(lambda index=index: len(gate._waiting_writers) == index + 1)  # type: ignore[misc]  # a default
     for future in futures:
-        future.result(LONG)
+        future.result(scaled(LONG))
     assert order == [0, 1, 2, 3, 4]
     assert (content_of(state), state.version) == ([6.0] * 4, 6)
 
@@ -63,7 +63,7 @@ def test_writer_that_waited_too_long_is_told(threads: concurrent.futures.ThreadP
     state = MutableTensor(torch.zeros(4), mode=mode)
     with state.write():
         for timeout in (0, 0.01):
-            error = threads.submit(state.replace, torch.ones(4), wait=True, timeout=timeout).exception(LONG)
+            error = threads.submit(state.replace, torch.ones(4), wait=True, timeout=timeout).exception(scaled(LONG))
             assert isinstance(error, q4.WriteConflictError)
             assert f"could not be written within {float(timeout)} s" in str(error)
     state.replace(torch.ones(4))
@@ -75,8 +75,8 @@ def test_versioned_readers_never_wait(threads: concurrent.futures.ThreadPoolExec
     state = MutableTensor(torch.zeros(4))
     with state.write() as tensor:
         tensor.fill_(7.0)
-        assert threads.submit(content_of, state).result(LONG) == [0.0] * 4
-        assert threads.submit(state.snapshot, timeout=LONG).result(LONG).version == 0
+        assert threads.submit(content_of, state).result(scaled(LONG)) == [0.0] * 4
+        assert threads.submit(state.snapshot, timeout=scaled(LONG)).result(scaled(LONG)).version == 0
 
 
 def test_in_place_reader_waits_for_the_writer(threads: concurrent.futures.ThreadPoolExecutor) -> None:
@@ -85,53 +85,53 @@ def test_in_place_reader_waits_for_the_writer(threads: concurrent.futures.Thread
     with state.write() as tensor:
         tensor[:2] = 7.0
         for use in (lambda: state.read(timeout=0.01).__enter__(), lambda: state.snapshot(timeout=0)):
-            assert isinstance(threads.submit(use).exception(LONG), q4.WriteConflictError)
+            assert isinstance(threads.submit(use).exception(scaled(LONG)), q4.WriteConflictError)
         late = threads.submit(content_of, state)
         until(lambda: len(state._content.gate._waiting_readers) == 1)
         assert not late.done()
         tensor[2:] = 7.0
-    assert late.result(LONG) == [7.0] * 4
+    assert late.result(scaled(LONG)) == [7.0] * 4
 
 
 def test_in_place_writer_waits_for_readers(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """A writer gets in when the last reader has left, or is told when its time runs out; the content is intact."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    with Held(threads, state.read(timeout=LONG)), Held(threads, state.read(timeout=LONG)):
+    with Held(threads, state.read(timeout=scaled(LONG))), Held(threads, state.read(timeout=scaled(LONG))):
         for wait in (False, True):
             with pytest.raises(q4.WriteConflictError):
                 state.replace(torch.ones(4), wait=wait, timeout=0.01)
-        late = threads.submit(state.replace, torch.ones(4), timeout=LONG)
+        late = threads.submit(state.replace, torch.ones(4), timeout=scaled(LONG))
         until(lambda: state._content.gate.has_writer)
         assert not late.done()
         assert state.version == 0
-    late.result(LONG)
+    late.result(scaled(LONG))
     assert content_of(state) == [1.0] * 4
 
 
 def test_readers_do_not_starve_a_writer(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """A reader that comes after a waiting writer goes after it."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    first = Held(threads, state.read(timeout=LONG))
-    writer = threads.submit(state.replace, torch.ones(4), timeout=LONG)
+    first = Held(threads, state.read(timeout=scaled(LONG)))
+    writer = threads.submit(state.replace, torch.ones(4), timeout=scaled(LONG))
     until(lambda: state._content.gate.has_writer)
     late = threads.submit(content_of, state)
     until(lambda: len(state._content.gate._waiting_readers) == 1)
     first.release()
-    writer.result(LONG)
-    assert late.result(LONG) == [1.0] * 4
+    writer.result(scaled(LONG))
+    assert late.result(scaled(LONG)) == [1.0] * 4
 
 
 def test_writers_do_not_starve_a_reader(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """Readers that waited for a writer go before the next writer."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    first = Held(threads, state.write(timeout=LONG))
-    writer = threads.submit(state.replace, torch.ones(4), wait=True, timeout=LONG)
+    first = Held(threads, state.write(timeout=scaled(LONG)))
+    writer = threads.submit(state.replace, torch.ones(4), wait=True, timeout=scaled(LONG))
     until(lambda: len(state._content.gate._waiting_writers) == 1)
     readers = [threads.submit(content_of, state) for _ in range(2)]
     until(lambda: len(state._content.gate._waiting_readers) == 2)
     first.release()
-    assert [reader.result(LONG) for reader in readers] == [[0.0] * 4] * 2
-    writer.result(LONG)
+    assert [reader.result(scaled(LONG)) for reader in readers] == [[0.0] * 4] * 2
+    writer.result(scaled(LONG))
     assert state.version == 2
 
 
@@ -140,19 +140,19 @@ def test_readers_go_on_when_the_writer_they_waited_for_gives_up(
 ) -> None:
     """A writer whose time runs out takes nobody's turn with it."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    with Held(threads, state.read(timeout=LONG)):
+    with Held(threads, state.read(timeout=scaled(LONG))):
         writer = threads.submit(state.replace, torch.ones(4), timeout=0.2)
         until(lambda: state._content.gate.has_writer or writer.done())
         late = threads.submit(content_of, state)
-        assert isinstance(writer.exception(LONG), q4.WriteConflictError)
-        assert late.result(LONG) == [0.0] * 4
+        assert isinstance(writer.exception(scaled(LONG)), q4.WriteConflictError)
+        assert late.result(scaled(LONG)) == [0.0] * 4
 
 
 def test_hand_over_wakes_only_whom_it_lets_in(
     threads: concurrent.futures.ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the last reader leaves, the writer goes on, and a reader that waits for that writer sleeps on."""
-    monkeypatch.setattr(rwlock, "LOOK_INTERVAL_S", LONG)
+    monkeypatch.setattr(rwlock, "LOOK_INTERVAL_S", scaled(LONG))
     looks: list[int] = []
     look = Content.check_waiting
 
@@ -166,23 +166,23 @@ def test_hand_over_wakes_only_whom_it_lets_in(
     entered, go = threading.Event(), threading.Event()
 
     def write() -> None:
-        with state.write(timeout=LONG):
+        with state.write(timeout=scaled(LONG)):
             entered.set()
-            assert go.wait(LONG)
+            assert go.wait(scaled(LONG))
 
-    first = Held(threads, state.read(timeout=LONG))
+    first = Held(threads, state.read(timeout=scaled(LONG)))
     writer = threads.submit(write)
     until(lambda: len(gate._waiting_writers) == 1)
     late = threads.submit(lambda: (content_of(state), threading.get_ident()))
     until(lambda: len(gate._waiting_readers) == 1)
     looks.clear()
     first.release()
-    assert entered.wait(LONG)
+    assert entered.wait(scaled(LONG))
     time.sleep(0.05)  # enough for whoever was woken
     woken = set(looks)
     go.set()
-    writer.result(LONG)
-    content, reader = late.result(LONG)
+    writer.result(scaled(LONG))
+    content, reader = late.result(scaled(LONG))
     assert content == [0.0] * 4
     assert reader not in woken
 
@@ -196,7 +196,7 @@ def test_write_inside_own_block_is_refused(mode: MutableMode) -> None:
     for outer in (state.write, state.read):
         for wait in (False, True):
             with outer(), pytest.raises(q4.WriteConflictError) as caught:
-                state.replace(torch.ones(4), wait=wait, timeout=LONG)
+                state.replace(torch.ones(4), wait=wait, timeout=scaled(LONG))
             assert f"can't write inside this thread's own {outer.__name__}()" in str(caught.value)
     assert not state.is_poisoned
     assert content_of(state) == [0.0] * 4
@@ -211,7 +211,7 @@ def test_read_inside_own_write() -> None:
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with state.write() as tensor:
         tensor.fill_(7.0)
-        for use in (lambda: state.read(timeout=LONG).__enter__(), lambda: state.snapshot(timeout=LONG)):
+        for use in (lambda: state.read(timeout=scaled(LONG)).__enter__(), lambda: state.snapshot(timeout=scaled(LONG))):
             with pytest.raises(q4.WriteConflictError) as caught:
                 use()
             assert "can't read inside this thread's own write()" in str(caught.value)
@@ -222,13 +222,13 @@ def test_read_inside_own_read_never_waits(threads: concurrent.futures.ThreadPool
     """Also where a writer waits already for the outer read to end."""
     state = MutableTensor(torch.zeros(4), mode=mode)
     with state.read() as outer:
-        writer = threads.submit(state.replace, torch.ones(4), timeout=LONG)
+        writer = threads.submit(state.replace, torch.ones(4), timeout=scaled(LONG))
         until(writer.done if mode is MutableMode.VERSIONED else lambda: state._content.gate.has_writer)
         with state.read() as inner:
             assert inner.version == (0 if mode is MutableMode.IN_PLACE else 1)
         state.snapshot()
         assert outer.tensor.tolist() == [0.0] * 4
-    writer.result(LONG)
+    writer.result(scaled(LONG))
     assert state.version == 1
 
 
@@ -236,10 +236,10 @@ def test_wait_inside_own_block_that_keeps_the_writer_out(mode: MutableMode) -> N
     """A wait that could never end is refused."""
     state = MutableTensor(torch.zeros(4), mode=mode)
     with state.write(), pytest.raises(q4.WriteConflictError):
-        state.wait(1, LONG)
+        state.wait(1, scaled(LONG))
     if mode is MutableMode.IN_PLACE:
         with state.read(), pytest.raises(q4.WriteConflictError):
-            state.wait(2, LONG)
+            state.wait(2, scaled(LONG))
     with state.read():
         assert state.wait(1)
 
@@ -274,6 +274,6 @@ def test_block_may_end_in_another_thread(threads: concurrent.futures.ThreadPoolE
 
     generator = reader()
     assert next(generator) == 0
-    threads.submit(list, generator).result(LONG)
+    threads.submit(list, generator).result(scaled(LONG))
     state.replace(torch.ones(4), timeout=0)
     assert state.version == 1

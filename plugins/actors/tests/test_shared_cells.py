@@ -15,7 +15,7 @@ from sharing import LONG, content_of, fork_by_c
 
 import q4core as q4
 from q4_actors import MutableTensor, SharedMutableTensor, backoff, file_locks, segment, shared_content
-from tests.support.limits import until
+from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -137,13 +137,13 @@ def test_who_waits_is_woken(
     state: SharedMutableTensor, monkeypatch: pytest.MonkeyPatch, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     """By an update, by poison and by closing, not by the time after which it would look itself."""
-    monkeypatch.setattr(shared_content, "VERSION_SLEEP_S", 10 * LONG)
+    monkeypatch.setattr(shared_content, "VERSION_SLEEP_S", 10 * scaled(LONG))
     with processes(state, 1) as (process,):
         for version in (1, 2):
             waiting = threads.submit(state.wait, version)
             until(lambda: bool(state._content.words[AWAITED]))
             process.do("call", "replace", torch.ones(4))
-            assert waiting.result(LONG)
+            assert waiting.result(scaled(LONG))
         for end, error in (("poison", q4.PoisonedError), ("close", q4.LifecycleError)):
             waiting = threads.submit(state.wait, 99)
             until(lambda: bool(state._content.words[AWAITED]))
@@ -152,7 +152,7 @@ def test_who_waits_is_woken(
                     view.tensor.fill_(7.0)
             else:
                 state.close()
-            assert isinstance(waiting.exception(LONG), error)
+            assert isinstance(waiting.exception(scaled(LONG)), error)
             if end == "poison":
                 state.reset(torch.ones(4))
 
@@ -162,13 +162,13 @@ def test_who_waits_for_the_turn_is_woken(
 ) -> None:
     """By whoever leaves its block, well or not, not by the time after which it would look itself."""
     with processes(state, 1) as (process,):
-        monkeypatch.setattr(backoff.Backoff, "next", lambda _: 10 * LONG)
+        monkeypatch.setattr(backoff.Backoff, "next", lambda _: 10 * scaled(LONG))
         for version, end in ((2, "leave"), (3, "fail")):
             process.do("enter", "write")
             waiting = threads.submit(state.replace, torch.full((4,), float(version)), wait=True)
             until(lambda: bool(state._content.words[TURN_AWAITED]))
             process.do(end)
-            waiting.result(LONG)
+            waiting.result(scaled(LONG))
             assert (content_of(state), state.version) == ([version] * 4, version)
 
 
@@ -190,7 +190,7 @@ def test_waker_that_is_killed_strands_nobody(
     until(lambda: bool(state._content.words[AWAITED]))
     time.sleep(0.05)
     state._content.words[segment.CURRENT] += 1 << 8  # all that the killed process came to do
-    assert waiting.result(LONG)
+    assert waiting.result(scaled(LONG))
 
 
 # -- who can't take part

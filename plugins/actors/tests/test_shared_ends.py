@@ -141,9 +141,9 @@ def test_thread_that_ends_is_put_out_at_once(kind: str, state: SharedMutableTens
     with processes(state, 1) as (process,):
         if kind == "write" and state.mode is MutableMode.IN_PLACE:
             with pytest.raises(q4.PoisonedError, match="without leaving"):
-                process.do("call", "snapshot", timeout=LONG)
-            process.do("call", "reset", timeout=LONG)
-        process.do("call", "replace", torch.zeros(4), timeout=LONG)
+                process.do("call", "snapshot", timeout=scaled(LONG))
+            process.do("call", "reset", timeout=scaled(LONG))
+        process.do("call", "replace", torch.zeros(4), timeout=scaled(LONG))
     until(lambda: content_of(state) == [0.0] * 4)
 
 

@@ -13,7 +13,7 @@ from sharing import LONG, Held, content_of, fork_by_c
 
 import q4core as q4
 from q4_actors import MutableMode, SharedMutableTensor, backoff
-from tests.support.limits import until
+from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -35,7 +35,7 @@ def test_reader_that_is_kept_out_is_woken(
 ) -> None:
     """By the end of the update, well or not, not by the time after which it would look itself."""
     with processes(state, 1) as (process,):
-        monkeypatch.setattr(backoff.Backoff, "next", lambda _: 10 * LONG)
+        monkeypatch.setattr(backoff.Backoff, "next", lambda _: 10 * scaled(LONG))
         for end in ("leave", "fail"):
             process.do("enter", "write")
             process.do("fill", 3.0)
@@ -43,9 +43,9 @@ def test_reader_that_is_kept_out_is_woken(
             until(lambda: bool(state._content.words[BAR_AWAITED]))
             process.do(end)
             if end == "leave":
-                assert reading.result(LONG) == [3.0] * 4
+                assert reading.result(scaled(LONG)) == [3.0] * 4
             else:
-                assert isinstance(reading.exception(LONG), q4.PoisonedError)
+                assert isinstance(reading.exception(scaled(LONG)), q4.PoisonedError)
     monkeypatch.undo()
     state.reset()
 
@@ -55,7 +55,7 @@ def test_writer_that_waits_for_readers_is_woken(
 ) -> None:
     """By the last of them, not by the time after which it would look itself."""
     with processes(state, 2) as (one, other):
-        monkeypatch.setattr(backoff.Backoff, "next", lambda _: 10 * LONG)
+        monkeypatch.setattr(backoff.Backoff, "next", lambda _: 10 * scaled(LONG))
         one.do("enter", "read")
         other.do("enter", "read")
         writing = threads.submit(state.replace, torch.ones(4))
@@ -63,7 +63,7 @@ def test_writer_that_waits_for_readers_is_woken(
             until(lambda: bool(state._content.words[MOVES_AWAITED]))
             assert not writing.done()
             process.do("leave")
-        writing.result(LONG)
+        writing.result(scaled(LONG))
     assert (content_of(state), state.version) == ([1.0] * 4, 1)
 
 
@@ -156,7 +156,7 @@ def test_thread_that_ended_inside_its_read_keeps_no_other_process(state: SharedM
     ended.start()
     ended.join()
     with processes(state, 1) as (process,):
-        process.do("call", "replace", torch.ones(4), timeout=LONG)
+        process.do("call", "replace", torch.ones(4), timeout=scaled(LONG))
     with pytest.raises(q4.LifecycleError):
         block.__exit__(None, None, None)
     assert content_of(state) == [1.0] * 4

@@ -17,7 +17,7 @@ import q4core as q4
 from q4_actors import MutableMode, SharedMutableTensor
 from q4_actors.segment import FIRST_ROW
 from q4_conformance.measurement.history import Operation, violations
-from tests.support.limits import until
+from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -72,12 +72,12 @@ def test_second_writer_is_refused_or_waits(state: SharedMutableTensor, process: 
     with pytest.raises(q4.WriteConflictError) as caught, state.write(wait=True, timeout=0.02):
         pass
     assert f"could not be written within 0.02 s: process {process.number} writes" in str(caught.value)
-    process.begin("call", "wait", 2, timeout=LONG)
+    process.begin("call", "wait", 2, timeout=scaled(LONG))
     with pytest.raises(q4.WriteConflictError):  # it writes itself
         process.result()
     process.do("leave")
     with state.write() as tensor:
-        process.begin("enter", "write", wait=True, timeout=LONG)
+        process.begin("enter", "write", wait=True, timeout=scaled(LONG))
         assert not process.is_done(0.1)
         tensor.fill_(5.0)
     assert process.result() == (2, _only(5.0))
@@ -114,16 +114,16 @@ def test_writer_and_the_readers_of_another_process(
         return
     with pytest.raises(q4.WriteConflictError), state.write(timeout=0.02):
         pass
-    writing = threads.submit(state.replace, torch.ones(64), timeout=LONG)
+    writing = threads.submit(state.replace, torch.ones(64), timeout=scaled(LONG))
     until(lambda: bool(state._content.words[BAR]))
     with processes(state, 1) as (late,):
-        late.begin("enter", "read", timeout=LONG)
+        late.begin("enter", "read", timeout=scaled(LONG))
         assert not late.is_done(0.2)
         assert not writing.done()
         process.do("enter", "read")  # who reads already may read once more
         process.do("leave")
         process.do("leave")
-        writing.result(LONG)
+        writing.result(scaled(LONG))
         assert late.result() == (1, _only(1.0))
 
 
@@ -137,9 +137,9 @@ def test_streams_do_not_starve_the_other_kind(state: SharedMutableTensor, stream
         count = 0
         while not any(process.is_done() for process in streaming):
             if stream == "read":
-                state.replace(torch.ones(64), wait=True, timeout=LONG)
+                state.replace(torch.ones(64), wait=True, timeout=scaled(LONG))
             else:
-                state.snapshot(timeout=LONG)
+                state.snapshot(timeout=scaled(LONG))
             count += 1
         streamed = sum(process.result() for process in streaming)
         assert streamed >= 20
@@ -167,10 +167,10 @@ def test_wait_is_woken_from_another_process(
 ) -> None:
     """True once the other process has written; False when the time runs out."""
     assert state.wait(1, timeout=0.01) is False
-    waiting = threads.submit(state.wait, 1, LONG)
+    waiting = threads.submit(state.wait, 1, scaled(LONG))
     process.do("call", "replace", torch.ones(64))
-    assert waiting.result(LONG)
-    process.begin("call", "wait", 2, timeout=LONG)
+    assert waiting.result(scaled(LONG))
+    process.begin("call", "wait", 2, timeout=scaled(LONG))
     assert not process.is_done(0.05)
     state.replace(torch.ones(64))
     assert process.result()
@@ -195,7 +195,7 @@ def test_handle_that_is_closed_while_it_waits_to_write(
         until(lambda: other._content.gate.has_writer)
         time.sleep(0.02)
     with pytest.raises(q4.LifecycleError, match="membrane"):
-        waiting.result(LONG)
+        waiting.result(scaled(LONG))
     process.do("leave")
     assert state.version == 1
 
@@ -221,7 +221,7 @@ def test_handle_is_given_to_a_process(mode: MutableMode, method: str) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads; the child uses none of them
         child = context.Process(target=_add_one, args=(state,))
         child.start()
-        child.join(LONG)
+        child.join(scaled(LONG))
         assert child.exitcode == 0
         assert (content_of(state), state.version) == (_only(1.0), 1)
 
@@ -246,7 +246,7 @@ def _in_a_fork(action: Callable[[], object]) -> None:
             code = 0
         finally:
             os._exit(code)
-    deadline = time.monotonic() + LONG
+    deadline = time.monotonic() + scaled(LONG)
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -326,10 +326,10 @@ def test_fork_amid_other_threads_blocks(
 
     with Held(threads, state.read()):
         _in_a_fork(lambda: content_of(state))
-    state.replace(torch.ones(64), timeout=LONG)
+    state.replace(torch.ones(64), timeout=scaled(LONG))
     with Held(threads, state.write()):
         _in_a_fork(refused)
-    _in_a_fork(lambda: state.replace(torch.zeros(64), timeout=LONG))
+    _in_a_fork(lambda: state.replace(torch.zeros(64), timeout=scaled(LONG)))
     assert state.version == 3
 
 
@@ -361,16 +361,16 @@ def test_who_waits_for_a_killed_writer_is_told(
     """VERSIONED: the next writer is let in. IN_PLACE: readers, writers and waiters get PoisonedError."""
     process.do("enter", "write")
     waiting: list[concurrent.futures.Future[Any]] = [
-        threads.submit(state.replace, torch.ones(64), wait=True, timeout=LONG),
-        threads.submit(state.wait, 1, LONG),
+        threads.submit(state.replace, torch.ones(64), wait=True, timeout=scaled(LONG)),
+        threads.submit(state.wait, 1, scaled(LONG)),
     ]
     if state.mode is MutableMode.IN_PLACE:
-        waiting.append(threads.submit(state.snapshot, timeout=LONG))
+        waiting.append(threads.submit(state.snapshot, timeout=scaled(LONG)))
     time.sleep(0.05)
     assert not any(future.done() for future in waiting)
     process.kill()
     for future in waiting:
-        error = future.exception(LONG)
+        error = future.exception(scaled(LONG))
         if state.mode is MutableMode.VERSIONED:
             assert error is None
         else:
@@ -382,7 +382,7 @@ def test_killed_reader_holds_nothing(state: SharedMutableTensor, process: Proces
     process.do("enter", "read")
     process.kill()
     for _ in range(8):
-        state.replace(torch.ones(64), timeout=LONG)
+        state.replace(torch.ones(64), timeout=scaled(LONG))
     cells = state._content.cells
     left = [row for row in range(cells.rows_used) if cells.reads_any(row)]
     with SharedMutableTensor.attach(state.segment) as other:  # a row that can be locked is a dead process's, and free
@@ -410,7 +410,7 @@ def test_killed_while_it_waits(state: SharedMutableTensor, process: Process) -> 
         assert content_of(state) == _only(0.0)
         assert not state._content.words[BAR]
     process.do("leave")
-    state.replace(torch.ones(64), timeout=LONG)
+    state.replace(torch.ones(64), timeout=scaled(LONG))
     assert content_of(state) == _only(1.0)
 
 
@@ -419,9 +419,9 @@ def test_parent_killed_amid_an_update_has_forked(state: SharedMutableTensor) -> 
     ours, theirs = CONTEXT.Pipe()
     parent = CONTEXT.Process(target=_fork_and_die, args=(state, theirs))
     parent.start()
-    parent.join(LONG)
+    parent.join(scaled(LONG))
     assert parent.exitcode == -9
-    assert ours.poll(LONG)
+    assert ours.poll(scaled(LONG))
     child = ours.recv()
     try:
         if state.mode is MutableMode.IN_PLACE:
@@ -438,7 +438,7 @@ def _fork_and_die(state: SharedMutableTensor, line: Connection) -> None:
         child = os.fork()
         if not child:
             line.send(os.getpid())
-            time.sleep(2 * LONG)
+            time.sleep(2 * scaled(LONG))
             os._exit(0)
         os.kill(os.getpid(), 9)
 
@@ -456,13 +456,13 @@ def _race(state: SharedMutableTensor, line: Connection, index: int, rounds: int)
         start = time.perf_counter_ns()
         if index < 2 and float(torch.rand((), generator=chance)) < 0.7:
             value = 1.0 + index * rounds + round_
-            with state.write(wait=True, timeout=LONG) as tensor:
+            with state.write(wait=True, timeout=scaled(LONG)) as tensor:
                 tensor[:32] = value
                 tensor[32:] = value
                 version = state.version + 1
             history.append(Operation("write", version, value, start, time.perf_counter_ns()))
         else:
-            with state.read(timeout=LONG) as view:
+            with state.read(timeout=scaled(LONG)) as view:
                 seen = set(view.tensor[:32].tolist()) | set(view.tensor[32:].tolist())
                 version = view.version
             shown = seen.pop() if len(seen) == 1 else tuple(seen)
@@ -479,13 +479,13 @@ def test_races_are_linearizable(state: SharedMutableTensor) -> None:
         CONTEXT.Process(target=_race, args=(state, theirs, index, rounds), daemon=True).start()
         lines.append(ours)
     for line in lines:
-        assert line.poll(LONG)
+        assert line.poll(scaled(LONG))
         assert line.recv() == "ready"
     for line in lines:
         line.send("go")
     history: list[Operation] = []
     for line in lines:
-        assert line.poll(2 * LONG), "hung"
+        assert line.poll(2 * scaled(LONG)), "hung"
         history += line.recv()
     assert len(history) == count * rounds
     assert violations(history, 0.0) == ()
