@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,10 @@ _PACKED_DTYPES = {torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int3
 _SIDE = re.compile(r"scal|absmax|amax|zero|shift|codebook|centroid|table|quant_map|^s[uv]h?$", re.IGNORECASE)
 """Part of a name that speaks of scales, zero points or code books."""
 _UNEXPLAINED = "in a dialect that is known; these keys hold packed integers and scales that none explains"
-_NO_CODES = re.compile(r"(mask|ind(ex|ices)|ids?|positions?|lengths?|counts?|bias|tracked)$|:")
+_NO_CODES = re.compile(
+    r"(mask|ind(ex|ices)|_idxs?|ids?|positions?|lengths?|counts?|bias|tracked|buckets?|sizes?|shapes?|inited|enabled|steps?"
+    r"|images?|pixels|frames|labels?|tokens?|faces|edges|coords)$|:"
+)
 """Names of integers that are themselves; q4_nn's own folders have a colon in theirs."""
 
 
@@ -217,7 +221,7 @@ def _find_unread(
     """Return a problem, with the keys, for each module that holds packed codes and in which no dialect found a layer.
 
     In a file in which no dialect found any, the config's ``quant_method`` and the names of keys say whose they are.
-    Other integers are taken for codes where the same module has scales.
+    Other integers are taken for codes where the same module has scales that fit them, and no dense weight.
     """
     method = None if used else catalogue.quantization_config.get("quant_method")
     found: dict[str, tuple[Problem, list[str]]] = {}
@@ -235,9 +239,7 @@ def _find_unread(
         owner = method if isinstance(method, str) else None if used else _PACKED_KEYS.get(suffix)
         if owner is not None:
             found[module] = _owned(module, owner, dialects), [*own.values()]
-        elif not _NO_CODES.search(suffix) and any(
-            _SIDE.search(key.rpartition(".")[2]) for key, item in own.items() if item != name
-        ):
+        elif _are_codes(name[len(module) + 1 :], info, {key: catalogue.tensors[item] for key, item in own.items()}):
             problem = Problem("unexplained", module, _UNEXPLAINED, ", ".join(sorted(own)))
             found[module] = problem, [*own.values()]
     return [*found.values()]
@@ -245,6 +247,29 @@ def _find_unread(
 
 def _may_hold_codes(info: TensorInfo) -> bool:
     return info.dtype in _PACKED_DTYPES and len(info.shape) > 1
+
+
+def _are_codes(suffix: str, info: TensorInfo, own: Mapping[str, TensorInfo]) -> bool:
+    """Return whether integers are codes of a weight, by their own name and by what else their module has."""
+    if "weight" in own and own["weight"].dtype.is_floating_point:
+        return False
+    name = suffix.rpartition(".")[2]
+    if _NO_CODES.search(name) or _SIDE.search(name):
+        return False
+    sides = [item for key, item in own.items() if key != suffix and _SIDE.search(key.rpartition(".")[2])]
+    # A weight may have one scale; what is called otherwise has scales of its rows, columns or blocks.
+    return bool(sides) if "weight" in suffix else any(_fit(item, info) for item in sides)
+
+
+def _fit(side: TensorInfo, codes: TensorInfo) -> bool:
+    """Return whether numbers may be scales of codes: one for as many codes in a row, or as many codes in one integer.
+
+    Block scales may be floating-point numbers that are stored as bytes.
+    """
+    if not side.dtype.is_floating_point and not (side.dtype.itemsize == 1 and len(side.shape) > 1):
+        return False
+    pairs = itertools.product(side.shape, codes.shape)
+    return any(min(pair) > 1 and max(pair) % min(pair) == 0 for pair in pairs)
 
 
 def _owned(module: str, owner: str, dialects: Iterable[Dialect]) -> Problem:

@@ -119,20 +119,95 @@ def test_beside_layers_that_are_read(tmp_path: Path) -> None:
             checkpoint["a"]
 
 
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {"attn.logit_scale": torch.ones(4, 1, 1), "attn.relative_position_index": ints(torch.int64, 4, 4)},
-        {"attn.relative_position_index": ints(I32, 4, 4), "attn.logit_scale": torch.ones(4, 1, 1)},
-        {"attn.bias": ints(U8, 1, 1, 8, 8), "attn.scale": torch.ones(1), "attn.c_attn.weight": torch.ones(4, 4)},
-        {"attn.causal_mask": ints(U8, 8, 8), "attn.scale": torch.ones(1)},
-        {"a.scale": torch.ones(4), "a.b.table": ints(U8, 4, 4)},
-        {"norm.scale": torch.ones(4), "norm.num_batches_tracked": ints(I32)},
-        {"embed.position_ids": ints(I32, 1, 8), "embed.zeros": torch.ones(4)},
-        {"proj.weight:qdata": ints(U8, 16, 32), "proj.weight:scale": HALF},
-    ],
-    ids=lambda tensors: next(iter(tensors)),
-)
-def test_integers_that_are_no_codes_stay_dense(tensors: Tensors) -> None:
-    """Masks, positions, counts and tables of other modules are dense, whatever scale stands beside them."""
-    assert q4.detect(tensors) is None
+PACKED: dict[str, Tensors] = {
+    "gpt-oss": {"w_blocks": ints(U8, 2, 16, 2, 16), "w_scales": ints(U8, 2, 16, 2), "w_bias": HALF},
+    "mlx-mxfp4": {"weight": ints(U32, 16, 8), "scales": ints(U8, 16, 2)},
+    "modelopt-mxfp4": {"weight": ints(U8, 16, 32), "weight_scale": ints(U8, 16, 2)},
+    "quip#": {"Qidxs": ints(I16, 16, 12), "SU": torch.ones(96), "SV": torch.ones(16), "Wscale": torch.ones(())},
+    "hqq": {"W_q": ints(U8, 36, 64), "scale": torch.ones(72, 1), "zero": torch.ones(72, 1), "nbits": ints(I32)},
+    "hqq-3": {"W_q": ints(I32, 26, 64), "scale": torch.ones(256, 1), "zero": torch.ones(256, 1)},
+    "exl3": {"trellis": ints(I16, 6, 4, 48), "suh": torch.ones(96), "svh": torch.ones(64)},
+    "per tensor": {"weight": ints(I8, 16, 64), "weight_scale": torch.ones(()), "input_scale": torch.ones(())},
+    "two tensors": {"codes_hi": ints(U8, 16, 32), "codes_lo": ints(U8, 16, 32), "row_scale": torch.ones(16)},
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.usefixtures("has_dialects")
+def test_extents_of_real_packings(name: str) -> None:
+    """Scales of whole tensors, of 8 bits, or with one extent for several codes are scales of packed layers, too."""
+    beside = {"other.weight": ints(U8, 8, 16), "other.weight_scale": torch.ones(8)}
+    for tensors in (layers(PACKED[name], "a"), {**beside, **layers(PACKED[name], "a")}):
+        schema = q4.detect(tensors)
+        assert schema is not None
+        found = [*schema.layers, *(problem.key for problem in schema.unsupported)]
+        assert any(key.startswith("a") for key in found)
+        assert all(tensors[key].is_floating_point() for key in schema.dense)
+
+
+DENSE: dict[str, Tensors] = {
+    "Swin 2": {
+        "attn.logit_scale": torch.ones(4, 1, 1),
+        "attn.relative_position_index": ints(I32, 64, 64),
+        "attn.relative_coords_table": torch.ones(1, 15, 15, 2),
+        "attn.attn_mask": ints(U8, 64, 64),
+    },
+    "T5-like buckets": {"attn.logit_scale": torch.ones(8, 1, 1), "attn.rel_pos_bucket": ints(I32, 64, 64)},
+    "CLIP": {
+        "logit_scale": torch.ones(()),
+        "text.embeddings.position_ids": ints(I32, 1, 77),
+        "text.embeddings.scale": torch.ones(77),
+    },
+    "LeViT": {"attn.scale": torch.ones(4), "attn.attention_bias_idxs": ints(I32, 16, 16)},
+    "GPT-2": {"attn.bias": ints(U8, 1, 1, 8, 8), "attn.scale": torch.ones(1), "attn.c_attn.weight": torch.ones(4, 4)},
+    "a causal mask": {"attn.causal_mask": ints(U8, 8, 8), "attn.scale": torch.ones(8)},
+    "a table of another module": {"a.scale": torch.ones(4), "a.b.table": ints(U8, 4, 4)},
+    "BatchNorm": {
+        "norm.weight": torch.ones(4),
+        "norm.running_mean": torch.ones(4),
+        "norm.scale": torch.ones(4),
+        "norm.num_batches_tracked": ints(I32, 1, 1),
+    },
+    "fake quantisation": {
+        "fc.weight": torch.ones(4, 8),
+        "fc.weight_scale": torch.ones(4, 1),
+        "fc.weight_zero_point": ints(I8, 4, 1),
+        "fc.weight_fake_quant.scale": torch.ones(4),
+        "fc.weight_fake_quant.zero_point": ints(I32, 4),
+        "fc.weight_fake_quant.fake_quant_enabled": ints(U8, 1),
+        "fc.weight_fake_quant.observer_enabled": ints(U8, 1),
+        "fc.act.scale": torch.ones(1, 4),
+        "fc.act.zero_point": ints(I32, 1, 4),
+    },
+    "VQ-VAE": {
+        "vq.codebook": torch.ones(16, 4),
+        "vq.codes": ints(torch.int64, 8, 8),
+        "vq.code_count": ints(I32, 16, 1),
+        "vq.ema.codebook": torch.ones(16, 4),
+        "vq.ema.cluster_size": ints(I32, 16, 1),
+    },
+    "EnCodec": {
+        "q.codebook": torch.ones(16, 4),
+        "q.embed_avg": torch.ones(16, 4),
+        "q.inited": ints(U8, 1, 1),
+        "q.cluster_size": torch.ones(16),
+    },
+    "averaged weights": {
+        "m.weight": torch.ones(16, 4),
+        "m.ema_scale": torch.ones(16),
+        "m.ema_hits": ints(I32, 16, 4),
+    },
+    "an image": {"m.scale": torch.ones(()), "m.image": ints(U8, 3, 8, 8)},
+    "an image by channels": {"m.scale": torch.ones(3, 1, 1), "m.images": ints(U8, 2, 3, 8, 8)},
+    "a mesh": {"body.scale": torch.ones(3), "body.faces": ints(I32, 12, 3)},
+    "unrelated sizes": {"m.scale": torch.ones(5), "m.history": ints(I16, 7, 11)},
+    "positions": {"embed.position_ids": ints(I32, 1, 8), "embed.zeros": torch.ones(4)},
+    "q4_nn's folders": {"proj.weight:qdata": ints(U8, 16, 32), "proj.weight:scale": HALF},
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.usefixtures("has_dialects")
+def test_integers_that_are_no_codes_stay_dense(name: str) -> None:
+    """Masks, positions, counts, images and tables are dense, whatever scale their module has."""
+    assert q4.detect(DENSE[name]) is None
