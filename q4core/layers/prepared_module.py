@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -21,6 +22,8 @@ from q4core.policy import SessionConfig, UnifiedMemoryPolicy, resolve_config
 from q4core.weight import PackedWeight, WeightSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Self
 
     from q4core.layers.fast_path import FastPath
@@ -269,9 +272,10 @@ class WeightOwner(nn.Module):
             self._buffers.pop(key, None)
         self.__dict__.update(NOTHING)
 
-    def __del__(self) -> None:
-        """Let the op forget the layer."""
-        self._let_go(self.__dict__.get("_content"))
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Let the op forget the layer, except at the interpreter's exit, when names of modules may be gone."""
+        if not is_exiting():
+            self._let_go(self.__dict__.get("_content"))
 
     def close(self) -> None:
         """Give every byte back; later use is a ``LifecycleError``. Closing twice is allowed."""
