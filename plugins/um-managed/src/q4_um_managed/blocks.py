@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import attrs
@@ -10,6 +11,8 @@ from q4_um_managed.driver import CPU
 from q4core import LifecycleError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from q4_um_managed.pool import Pool
     from q4core.memory import Placement
 
@@ -112,9 +115,10 @@ class Lease:
         if block is not None:
             self.pool.take_back(block, self.streams)
 
-    def __del__(self) -> None:
-        """Let the pool have the block again."""
-        self.give_back()
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Let the pool have the block again, except at the interpreter's exit, which frees all memory."""
+        if not is_exiting():
+            self.give_back()
 
 
 @attrs.frozen

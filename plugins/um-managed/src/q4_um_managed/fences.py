@@ -36,9 +36,9 @@ class Fence:
         if self.event is not None and not self._driver.is_done(self.event):
             self._driver.wait_for(self.event)
 
-    def __del__(self) -> None:
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         """Destroy the event."""
-        if self.event is not None and not sys.is_finalizing() and os.getpid() == self._process:
+        if not is_exiting() and self.event is not None and os.getpid() == self._process:
             with contextlib.suppress(Exception):
                 self._driver.forget(self.event)
 

@@ -8,6 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from q4_um_managed.driver import Driver
@@ -41,9 +43,9 @@ class MappedMemory:
         """Return whether a storage at an address is this memory's."""
         return address == self._tensor.data_ptr()
 
-    def __del__(self) -> None:
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         """Wait for the device: unmapping memory under a kernel would end the process."""
-        if sys.is_finalizing() or os.getpid() != self._process:
+        if is_exiting() or os.getpid() != self._process:
             return
         with contextlib.suppress(Exception):
             if self._driver.is_capturing(self._device):

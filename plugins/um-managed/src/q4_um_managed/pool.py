@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -224,8 +223,8 @@ class Pool:
 
     def take_back(self, block: Block, streams: set[int]) -> None:
         """Have a block again. Called by finalisers: raises nothing, and waits for no lock."""
-        if sys.is_finalizing() or os.getpid() != self._process:
-            return  # the process ends and its memory with it; a forked child has no CUDA
+        if os.getpid() != self._process:
+            return  # a forked child has no CUDA
         try:
             if self._driver.is_capturing(block.device):
                 block.is_unsure = block.is_captured = True
