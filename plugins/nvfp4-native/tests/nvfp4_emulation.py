@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
@@ -47,6 +48,13 @@ BLACKWELL = Facts(
 _FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-clobbered", "-shared", "-fPIC")
 
 
+def _folder() -> Path:
+    """Return a new folder, which goes when the process ends."""
+    folder = tempfile.mkdtemp(prefix="q4-nvfp4-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 def build(
     source: str, name: str, *, defines: tuple[str, ...] = ("Q4_EMULATED",), folders: tuple[Path, ...] = ()
 ) -> Path:
@@ -54,8 +62,7 @@ def build(
     is_c = source.endswith(".c")
     compiler = os.environ.get("CC" if is_c else "CXX") or shutil.which("gcc" if is_c else "g++") or "c++"
     flags = ("-std=gnu11", *_FLAGS[1:]) if is_c else _FLAGS
-    folder = Path(tempfile.mkdtemp(prefix="q4-nvfp4-"))
-    target = folder / f"lib{name}.so"
+    target = _folder() / f"lib{name}.so"
     includes = [f"-I{item}" for item in (*folders, NATIVE_FOLDER, CUDA_FOLDER)]
     command = [
         compiler,
@@ -86,7 +93,7 @@ def fake_library(*faults: str) -> Path:
 
 def mutated_library(changes: Mapping[str, tuple[str, str]]) -> Path:
     """Return that library with one text of each named kernel file replaced by another."""
-    folder = Path(tempfile.mkdtemp(prefix="q4-nvfp4-mutant-"))
+    folder = _folder()
     for file in CUDA_FOLDER.iterdir():
         text = file.read_text(encoding="utf-8")
         if file.name in changes:
