@@ -90,14 +90,19 @@ if __name__ == "__main__":
 """
 
 
-@linux
-def test_argument_that_cannot_be_unpickled(tmp_path: Path) -> None:
-    """Whoever asks is told what the process met when it took up the actor's arguments.
+OTHERS = """
+from multiprocessing import forkserver
+if __name__ == "__main__":
+    forkserver.ensure_running()  # as another library does, which does not have our modules imported there
+"""
 
-    In a program of its own: the server of processes may have been started by another library here, without our hook.
-    """
+
+@linux
+@pytest.mark.parametrize("before", ["", OTHERS], ids=["our server", "another's server"])
+def test_argument_that_cannot_be_unpickled(before: str, tmp_path: Path) -> None:
+    """Whoever asks is told what the process met when it unpickled the actor's arguments."""
     script = tmp_path / "script.py"
-    script.write_text(LOST, encoding="utf-8")
+    script.write_text(before + LOST, encoding="utf-8")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment(), check=False)
     asked, checked = done.stdout.splitlines()
     assert asked.startswith("actor 'lost' is dead: ")

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,7 +196,7 @@ def _attached(folder: str, number: int, name: str, room: int) -> ProcessRef:
 def note_cause(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Keep why an actor can't begin for its supervisor, too; ``sys.excepthook`` of the server's processes.
 
-    It is called where a process can't import the script, or can't unpickle the actor's class or arguments.
+    It is called where a process can't import the script.
     """
     path = pathlib.Path(multiprocessing.current_process().name)
     if path.parent.parent == FOLDER and path.name.startswith("page"):
@@ -208,10 +209,23 @@ def _note(page: pathlib.Path, error: BaseException) -> None:
         Page(page).note(describe_exception(error))
 
 
-def _work(folder: str, number: int, spec: Spec, options: Options, threads: int) -> None:
+class _Sealed:
+    """A spec that arrives as bytes, so that the actor's process unpickles it where an error is noted."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+
+    def __reduce__(self) -> tuple[type[bytes], tuple[bytes]]:
+        """Pickle as it would be pickled itself, while the process is made: tensors go as shared memory."""
+        return bytes, (bytes(ForkingPickler.dumps(self._spec)),)
+
+
+def _work(folder: str, number: int, sealed: bytes, options: Options, threads: int) -> None:
     """Be an actor."""
-    multiprocessing.current_process().name = spec.name
     try:
+        spec: Spec = pickle.loads(sealed)  # noqa: S301  # of the process that spawned this one
+        del sealed
+        multiprocessing.current_process().name = spec.name
         _live(folder, number, spec, options, threads)
     except PLUGIN_FAULTS as error:
         _note(pathlib.Path(folder) / f"page{number}", error)
@@ -390,7 +404,7 @@ class Processes:
         self._end()
 
     def _start(self, worker: _Worker, number: int) -> None:
-        arguments = (str(self._post.folder), number, worker.spec, self._options, torch.get_num_threads())
+        arguments = (str(self._post.folder), number, _Sealed(worker.spec), self._options, torch.get_num_threads())
         page = str(self._post.folder / f"page{number}")  # the process's name until it begins: see note_cause
         worker.process = self._context.Process(target=_work, args=arguments, name=page, daemon=True)
         worker.process.start()
