@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import q4core as q4
 from q4_nn import EarlyStop, State, Trainer
+from q4_nn.trainer import loop
+from q4_nn.trainer.checkpoint import load_states, take_random
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -213,6 +215,65 @@ def test_what_was_restored_before_an_error_is_taken_back(tmp_path: Path) -> None
     with pytest.raises(q4.CheckpointError, match=r"model must be that of this training.*not this one"):
         trainer.fit(loader, epochs=2, resume=True)
     assert str(before) == str(_all_of(trainer, loader)[1:])
+
+
+def _write(path: Path, **random_states: Any) -> None:
+    """Write a checkpoint after one epoch, with other states of some generators."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "take_random", lambda loader: take_random(loader) | random_states)
+        trainer, loader = training(path)
+        trainer.fit(loader)
+
+
+@pytest.mark.parametrize("owner", ["loader", "numpy"])
+def test_a_generator_that_refuses_its_state_changes_nothing(owner: str, tmp_path: Path) -> None:
+    """The error comes before the model is changed, and generators whose turn came before are as they were."""
+    path = tmp_path / "run.pt"
+    bad = {"loader": torch.zeros(3, dtype=torch.uint8), "numpy": ["PCG64", torch.zeros(3), 0, 0, 0.0]}
+    _write(path, **{owner: bad[owner]})
+    trainer, loader = training(path)
+    before = take_random(loader)
+    assert "random must be that of this training" in _refused(path, trainer, loader)
+    after = take_random(loader)
+    assert before.keys() == after.keys()
+    assert torch.equal(before["torch"], after["torch"])
+    assert before["python"] == after["python"]
+    assert torch.equal(before["numpy"][1], after["numpy"][1])
+    assert torch.equal(before["loader"], after["loader"])
+
+
+class Gpus:
+    """Random states of a machine's GPUs, as ``torch.cuda`` gives and takes them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, count: int) -> None:
+        self.states = [torch.full((16,), number, dtype=torch.uint8) for number in range(count)]
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: len(self.states))
+        patch.setattr(torch.cuda, "get_rng_state_all", lambda: [*self.states])
+        patch.setattr(torch.cuda, "set_rng_state_all", self._restore)
+
+    def _restore(self, states: list[torch.Tensor]) -> None:
+        for number, state in enumerate(states):
+            self.states[number] = state
+
+
+@pytest.mark.parametrize(("written", "here"), [(1, 1), (2, 2), (1, 2), (2, 1), (3, 2)])
+def test_random_states_of_gpus(written: int, here: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of GPUs are restored all, or refused with their number where there are fewer GPUs, and none is changed."""
+    path = tmp_path / "run.pt"
+    states = [torch.full((16,), 100 + number, dtype=torch.uint8) for number in range(written)]
+    _write(path, cuda=states)
+    trainer, loader = training(path)
+    gpus = Gpus(monkeypatch, here)
+    before = [*gpus.states]
+    if written > here:
+        message = _refused(path, trainer, loader)
+        assert f"GPUs must be {written} at least, whose random states it has, got {here}" in message
+        assert "CUDA_VISIBLE_DEVICES" in message
+        assert all(map(torch.equal, gpus.states, before))
+    else:
+        load_states(path, trainer._parts(), loader)
+        assert all(map(torch.equal, gpus.states, [*states, *before[written:]]))
 
 
 def test_what_torch_does_not_read_again_is_an_error(tmp_path: Path) -> None:

@@ -175,10 +175,7 @@ def load_states(path: Path, parts: Mapping[str, Any], loader: Any) -> dict[str, 
         if kinds.get(name) != own_kinds.get(name):
             hint = "Go on with what the checkpoint was written with."
             raise _refusal(path, name, kinds.get(name, "none"), own_kinds.get(name), hint)
-    generators = [set(content["epoch_random"]) & {"loader", "sampler"}, set(_generators(loader))]
-    if generators[0] != generators[1]:
-        rule, value = ("one with " + (", ".join(sorted(item)) or "none") for item in generators)
-        raise _refusal(path, "loader", f"{rule} among the generators of its own", value)
+    _require_generators(path, content["epoch_random"], loader)
     own, given = parts["model"].state_dict(), states["model"]
     for name in sorted({*own, *given}):
         one, other = (_shape(values.get(name)) for values in (own, given))
@@ -199,6 +196,18 @@ def load_states(path: Path, parts: Mapping[str, Any], loader: Any) -> dict[str, 
         restore_random(generated, loader)
         raise _refusal(path, name, "that of this training", f"{type(error).__name__}: {error}") from error
     return content
+
+
+def _require_generators(path: Path, states: Mapping[str, Any], loader: Any) -> None:
+    """Refuse states of generators that are not here."""
+    generators = [set(states) & {"loader", "sampler"}, set(_generators(loader))]
+    if generators[0] != generators[1]:
+        rule, value = ("one with " + (", ".join(sorted(item)) or "none") for item in generators)
+        raise _refusal(path, "loader", f"{rule} among the generators of its own", value)
+    gpus = len(states.get("cuda", ()))
+    if torch.cuda.is_available() and gpus > torch.cuda.device_count():
+        hint = "Make that many visible (CUDA_VISIBLE_DEVICES)."
+        raise _refusal(path, "GPUs", f"{gpus} at least, whose random states it has", torch.cuda.device_count(), hint)
 
 
 def _read(path: Path) -> dict[str, Any]:
