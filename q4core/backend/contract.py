@@ -105,7 +105,7 @@ class Backend(Protocol):
     ``bind_program(program, buffers, layers) -> Runner`` (declare op ``"program"``) binds a list of operations, which
     one call then runs; see ``RunsPrograms``.
 
-    ``spikes(prepared, columns, starts, out, *, bias) -> None`` and ``spike_limit(rows) -> float`` (declare op
+    ``spikes(prepared, x, out, *, bias) -> None`` and ``spike_limit(rows) -> float`` (declare op
     ``"spikes"``) multiply with rows of 0 and 1; see ``RunsSpikes``.
 
     ``describe(meta) -> dict`` gives ``Prepared.meta`` as what JSON holds, with a number that changes with the layout,

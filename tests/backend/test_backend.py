@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import q4core as q4
+from q4core.programs import RunsPrograms
+from q4core.spikes import RunsSpikes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "backend-api.md").read_text(encoding="utf-8")
 
@@ -44,12 +46,16 @@ def test_the_page_names_every_member_of_the_contract(kind: Any) -> None:
     assert [tier for tier in q4.Tier if not re.search(rf"\b{int(tier)} ", PAGE)] == []
 
 
-def test_the_example_of_the_page_runs() -> None:
-    """The code at the top of the page is a plugin that the registry takes, with every method of the contract."""
+def _example() -> types.ModuleType:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     module = types.ModuleType("my_package")
     exec(code, vars(module))  # noqa: S102  # our own page
-    backends = q4.Registry([("my-backend", module)]).backends()
+    return module
+
+
+def test_the_example_of_the_page_runs() -> None:
+    """The code at the top of the page is a plugin that the registry takes, with every method of the contract."""
+    backends = q4.Registry([("my-backend", _example())]).backends()
     assert list(backends) == ["my-backend"]
     assert isinstance(backends["my-backend"], q4.Backend)
 
@@ -62,14 +68,49 @@ def test_a_context_allocates_on_its_device() -> None:
     assert [name for name in dir(context) if not name.startswith("_")] == ["empty", "gradient_paths", "keep", "paths"]
 
 
-@pytest.mark.parametrize("method", ["check", "prepare", "linear"])
-def test_the_page_shows_each_methods_arguments(method: str) -> None:
-    """docs/backend-api.md names the arguments of each method in the order of the protocol."""
-    parameters = list(inspect.signature(getattr(q4.Backend, method)).parameters)
-    shown = re.search(rf"def {method}\((.*?)\) ->", PAGE)
-    assert shown is not None
-    names = [part.split(":")[0].strip() for part in shown.group(1).split(",") if part.strip() != "*"]
-    assert names == parameters
+def _shape(method: Any) -> list[tuple[str, Any, Any]]:
+    """Return name, kind and default of each argument."""
+    return [(item.name, item.kind, item.default) for item in inspect.signature(method).parameters.values()]
+
+
+def _promised(text: str) -> dict[str, list[tuple[str, Any, Any]]]:
+    """Return the signatures that a text writes as ``name(arguments) -> result``."""
+    found = {}
+    for name, arguments in re.findall(r"`(\w+)\(([^()`]*)\) -> ", text):
+        space: dict[str, Any] = {"Rounding": q4.Rounding}
+        exec(f"def {name}({arguments}): ...", space)  # noqa: S102  # our own text
+        found[name] = _shape(space[name])
+    return found
+
+
+OPTIONAL = _promised(str(q4.Backend.__doc__))
+METHODS = OPTIONAL | {
+    name: _shape(getattr(q4.Backend, name))[1:] for name in ("check", "prepare", "linear")
+}  # without ``self``
+
+
+def test_the_protocol_has_every_optional_method() -> None:
+    """The protocol writes the signature of each method that the registry asks for, and of those of what is stored."""
+    asked = {"quantize", "input_gradient", "bind_program", "spikes", "spike_limit"}
+    assert OPTIONAL.keys() == asked | {"export", "describe", "meta_from"}
+    protocols = (RunsPrograms, "bind_program"), (RunsSpikes, "spikes"), (RunsSpikes, "spike_limit")
+    assert [name for kind, name in protocols if _shape(getattr(kind, name))[1:] != OPTIONAL[name]] == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_backends_have_the_signatures_of_the_protocol(name: str) -> None:
+    """Each installed backend takes a method's arguments by the names, kinds and defaults that the protocol writes."""
+    plugins = [item for item in q4.Registry().backends().values() if callable(getattr(item, name, None))]
+    assert plugins
+    assert [item.name for item in plugins if _shape(getattr(item, name)) != METHODS[name]] == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_page_shows_each_methods_arguments(name: str) -> None:
+    """docs/backend-api.md writes each method as the protocol does: in a heading, and in its example."""
+    headings = "\n".join(re.findall(r"^## .*", PAGE, re.MULTILINE))
+    assert _promised(headings)[name] == METHODS[name]
+    assert _shape(getattr(_example().MyBackend(), name)) == METHODS[name]
 
 
 def test_the_page_lists_every_feature_and_reason() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,6 +14,7 @@ import torch
 import q4core as q4
 from q4core.probes.comparison import error_bound
 from q4core.probes.linear import grid_activations, probe_path
+from q4core.probes.spikes import find_spike_fault
 from tests.support.fakes import KERNEL_PATH, FakeBackend, registry
 
 if TYPE_CHECKING:
@@ -469,3 +471,21 @@ def test_the_reference_passes_its_own_probe_for_every_format(format_: str, dtype
     result = probe_path(backend, prepared, weight, request, path, [1, 2, 17])
     assert result.fault is None
     assert 0 <= result.worst_ratio <= 1
+
+
+def test_the_page_says_what_the_probe_of_spikes_runs() -> None:
+    """One call of four rows, with the shares of ones that docs/backend-api.md names, and without a bias."""
+    seen: list[tuple[torch.Tensor, object]] = []
+    weight = _weight(columns=4096)
+
+    class Sparse(FakeBackend):
+        def spikes(self, _: q4.Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None) -> None:
+            seen.append((x, bias))
+            out.copy_(x.float() @ q4.dequantize(weight).T)
+
+    assert find_spike_fault(Sparse("sparse"), q4.Prepared([torch.zeros(1)]), weight) is None
+    ((x, bias),) = seen
+    shares = [round(float(share), 2) for share in x.double().mean(1)]
+    page = Path(__file__).parents[2] / "docs" / "backend-api.md"
+    assert (shares, bias) == ([0.0, 0.02, 0.2, 1.0], None)
+    assert "four rows, of no ones, 2 %, 20 % and all ones, without a bias" in page.read_text(encoding="utf-8")
