@@ -43,6 +43,7 @@ from q4core.errors import (
     FormatError,
     InputError,
     LifecycleError,
+    PackedWeightError,
     PluginError,
     PoisonedError,
     PolicyConflictError,
@@ -74,7 +75,8 @@ from q4core.formats import (
 )
 from q4core.layers.adoption import export_prepared
 from q4core.layers.diagnosis import Diagnostics, Report
-from q4core.layers.linear import Q4Linear, WeightInfo
+from q4core.layers.linear import Q4Linear
+from q4core.layers.weight_info import WeightInfo
 from q4core.machine import MachineFacts, machine_facts
 from q4core.memory import MemoryDecision, MemoryProvider
 from q4core.plugins.discovery import PluginRecord
@@ -174,6 +176,7 @@ __all__ = [
     "NibbleOrder",
     "OpenRequest",
     "PackedWeight",
+    "PackedWeightError",
     "Packing",
     "PathKind",
     "PluginError",

@@ -228,6 +228,10 @@ class LifecycleError(Q4Error, RuntimeError, code="lifecycle"):
     """Something was used after it was closed, or before it was prepared."""
 
 
+class PackedWeightError(Q4Error, AttributeError, code="packed_weight"):
+    """A packed weight was asked for what a dense one alone has: its numbers, or to be changed in place."""
+
+
 class WriteConflictError(Q4Error, RuntimeError, code="write_conflict"):
     """A second writer wanted a mutable tensor that is being written."""
 

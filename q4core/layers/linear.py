@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -16,6 +16,7 @@ from q4core.layers.diagnosis import Diagnostics
 from q4core.layers.exported import take_up_plan
 from q4core.layers.packed_module import PackedModule
 from q4core.layers.preparation import placer_for, tell_memory
+from q4core.layers.weight_info import WeightInfo
 from q4core.machine import is_forward_mode, is_recorded, is_transformed
 from q4core.memory import provider_of
 from q4core.ops.autograd import linear_function
@@ -24,10 +25,7 @@ from q4core.ops.plan import let_take_up
 from q4core.policy import UnifiedMemoryPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from q4core.ops.registration import LiveLayer
-    from q4core.weight import PackedWeight, WeightSpec
 
 _is_tracing = torch.compiler.is_dynamo_compiling  # other tracers work through dispatch modes
 _STRIDED = torch.strided
@@ -35,52 +33,6 @@ _NO_GRAD = "Call under torch.no_grad(), or leave out= away."
 _LINEAR = torch.ops.q4core.linear.default
 _LINEAR_OUT = torch.ops.q4core.linear_out.default
 let_take_up(take_up_plan)
-
-
-@attrs.frozen
-class WeightInfo:
-    """What ``Q4Linear.weight`` answers: the facts of a dense weight, without one.
-
-    Each tensor that a state dict holds as ``weight.<field>`` is an attribute too (``layer.weight.qdata``), exported
-    when it is asked for; torch's distributed checkpoints look the keys of a state dict up in this way.
-
-    Args:
-        shape: (N, K).
-        dtype: dtype of the activations that the layer takes.
-        device: Where it runs.
-        format: Name of the format; empty before there is a weight, as ``nbytes`` is 0 and ``spec`` None.
-        nbytes: Bytes that the packed weight takes.
-        spec: What the packed weight is but for its tensors.
-        read: Exports the packed weight.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    format: str
-    nbytes: int
-    requires_grad: bool = False
-    spec: WeightSpec | None = attrs.field(kw_only=True, repr=False)
-    read: Callable[[], PackedWeight] = attrs.field(kw_only=True, repr=False, eq=False)
-
-    def __getattr__(self, name: str) -> torch.Tensor:
-        """Return a tensor of the packed weight."""
-        if self.spec is None or name not in self.spec.fields:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        tensor: torch.Tensor = getattr(self.read(), name)
-        return tensor
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one extent of it."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Return 2."""
-        return len(self.shape)
-
-    def numel(self) -> int:
-        """Return N × K."""
-        return self.shape.numel()
 
 
 class Q4Linear(PackedModule):
@@ -116,7 +68,12 @@ class Q4Linear(PackedModule):
         size = sum(buffer.numel() for buffer in self._own_buffers())
         shape, spec = torch.Size((self.out_features, self.in_features)), self._content.known
         kind = "" if spec is None else spec.format.name
-        return WeightInfo(shape, self.dtype, self.device, kind, size, spec=spec, read=self.packed_weight)
+        return WeightInfo(
+            *(shape, self.dtype, self.device, kind, size),
+            spec=spec,
+            read=self.packed_weight,
+            layer=self.name or "layer",
+        )
 
     def rows(self, index: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return dequantised rows of the weight (embedding look-up in a tied head).

@@ -139,8 +139,8 @@ def test_a_packed_weight_that_is_changed_is_refused(tmp_path: Path) -> None:
         lambda weight: weight @ torch.zeros(64, 1),
         lambda weight: 2 * weight,
         lambda weight: functional.linear(torch.zeros(1, 64), weight),
-        lambda weight: weight.data,
-        len,
+        lambda weight: weight.data[0],
+        lambda weight: weight.data.norm(),
         list,
     ],
 )

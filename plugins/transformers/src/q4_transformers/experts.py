@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from q4_transformers.linear import PackedWeightError
+from q4core import PackedWeightError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

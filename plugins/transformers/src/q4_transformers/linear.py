@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import inspect
 import re
 from typing import TYPE_CHECKING, Any
@@ -12,20 +11,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from q4core import Q4Error, Q4Linear, WeightInfo, dequantize
+from q4core import PackedWeightError, Q4Linear, WeightInfo, dequantize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-__all__ = ["HfLinear", "PackedWeightError", "dense_state_only"]
+__all__ = ["HfLinear", "dense_state_only"]
 
-_OPERATORS = (
-    "getitem", "len", "iter", "neg", "abs", "pow", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv",
-    "matmul", "rmatmul",
-)  # fmt: skip
-_CHANGING = re.compile(r"__(i(?!ter__|nvert__|nt__|ndex__)\w+|set\w*)__|out|(?!__)\w+_")
+_CHANGING = re.compile(r"__(i(?!ter__|nvert__|nt__|ndex__)\w+|set\w*)__|out|(?!__)\w+_|\w+ =")
 """What changes a tensor, among the names of its methods and of torch's functions."""
 _DENSE_ONLY = contextvars.ContextVar("q4_transformers_dense_only", default=False)
 
@@ -38,10 +32,6 @@ def dense_state_only() -> Iterator[None]:
         yield
     finally:
         _DENSE_ONLY.reset(token)
-
-
-class PackedWeightError(Q4Error, AttributeError, code="packed_weight"):
-    """A packed weight was asked for what a dense one alone has: its numbers, or to be changed in place."""
 
 
 class _LoadedWeight(WeightInfo):
@@ -60,52 +50,20 @@ class _LoadedWeight(WeightInfo):
         object.__setattr__(found, "_layer", layer)
         return found
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a tensor of the packed weight, or what a dense weight would, if this one answers."""
-        if name == "data" and _is_resized():
-            return self._layer.dequantize()
-        if hasattr(torch.Tensor, name) or name == "data":
-            return getattr(self._answer(name), name)
-        return super().__getattr__(name)
+    @property
+    def data(self) -> Any:
+        """These facts; numbers for transformers, which copies them into a new head."""
+        return self._layer.dequantize() if _is_resized() else self
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Take that it needs no gradient, which is so, and nothing else."""
-        if name != "requires_grad" or value:
-            raise _refusal(name, self._layer)
-
-    def _answer(self, name: str) -> torch.Tensor:
+    def dense_for(self, name: str) -> torch.Tensor:
         """Return the dequantised weight for a read by a method of a tensor, or a function of torch.
 
         Raises:
             PackedWeightError: It would be changed, or nothing is known to read it.
         """
-        if not self._layer.is_read or not self._layer.is_prepared or name == "data" or _CHANGING.fullmatch(name):
+        if not self._layer.is_read or not self._layer.is_prepared or _CHANGING.fullmatch(name):
             raise _refusal(name, self._layer)
         return self._layer.dequantize()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch with the dequantised weight, or refuse to be its argument."""
-        name = getattr(func, "__name__", str(func))
-        dense: Any = functools.partial(_dense, "out" if "out" in (kwargs or {}) else name)
-        return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
-
-
-def _dense(name: str, item: Any) -> Any:
-    return item._answer(name) if isinstance(item, _LoadedWeight) else item  # noqa: SLF001  # of this module
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    """Return an operator of tensors for weights, as Python looks for operators in the class alone."""
-
-    def operate(self: _LoadedWeight, *args: Any) -> Any:
-        return getattr(self._answer(name), name)(*args)
-
-    return operate
-
-
-for _name in _OPERATORS:
-    setattr(_LoadedWeight, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def _callers() -> Iterator[tuple[str, str]]:
@@ -185,7 +143,7 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers wha
         self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ``x @ wᵀ + bias`` in the dtype of x, [..., N]; other arguments are ``Q4Linear.forward``'s."""
-        dtype = self._content.dtype
+        dtype = self.dtype
         if x.dtype is dtype or not x.is_floating_point():
             return super().forward(x, out_dtype=out_dtype, out=out)
         return super().forward(x.to(dtype), out_dtype=out_dtype or x.dtype, out=out)
