@@ -173,7 +173,7 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[
             pass
         elif tied is not None:
             problem = Problem("unsupported", stored, f"dense, as the config ties it to {tied}", layer.dialect)
-        elif name in reads and reads[name].is_change:
+        elif name in reads and reads[name].is_change and reads[name].is_reached:
             problem = Problem("unsupported", stored, f"dense, as {reads[name].reason}", layer.dialect)
         elif module.bias is not None and f"{name}.bias" not in stored_dense:
             problem = Problem("missing_key", f"{stored}.bias", "there, as the model's config has a bias")

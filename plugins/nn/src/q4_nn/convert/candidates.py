@@ -112,8 +112,8 @@ def reasons_against(candidate: Candidate, shared: Mapping[int, list[str]] | None
     if candidate.inside is not None:
         yield f"it is a part of {candidate.inside}, which may use it in its own way"
     yield from additions(candidate.layer, candidate.kind)
-    if candidate.read is not None:
-        yield f"its weight is {'changed' if candidate.read.is_change else 'read'} by {candidate.read.where}"
+    if candidate.read is not None and candidate.read.pass_reason is not None:
+        yield candidate.read.pass_reason
     if shared is None:
         return
     layer: Any = candidate.layer

@@ -8,17 +8,22 @@ module: BLOOM reads weights with ``slow_but_exact`` alone.
 from __future__ import annotations
 
 import ast
+import fnmatch
 import operator
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_nn.convert.source import ANY, Path, reads_of
+from q4_nn.convert.expressions import DEEP
+from q4_nn.convert.reach import reach_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+
+    from q4_nn.convert.expressions import Path
+    from q4_nn.convert.reach import Reach
 
 __all__ = ["Read", "weight_reads"]
 
@@ -37,23 +42,28 @@ class Read:
         where: ``Class.method`` that reads it.
         is_change: Whether it is changed in place there.
         is_certain: Whether each call of the method gets there; else a condition decides that the config does not.
+        is_reached: Whether a forward pass may call the method; else a user does, as for a penalty.
     """
 
     where: str
     is_change: bool = False
     is_certain: bool = True
+    is_reached: bool = True
 
     @property
     def weight(self) -> int:
         """Which of two reads matters more."""
-        return 2 * self.is_change + self.is_certain
+        return 4 * self.is_reached + 2 * self.is_change + self.is_certain
 
     @property
     def reason(self) -> str | None:
         """Why the layer is left dense, or None where a packed one may answer the read with a dequantised weight."""
-        if self.is_change:
-            return f"its weight is changed by {self.where}"
-        return f"its weight is read by {self.where}" if self.is_certain else None
+        return self.pass_reason if self.is_change or self.is_certain else None
+
+    @property
+    def pass_reason(self) -> str | None:
+        """What a forward pass does with the weight, under a condition or not; None where it does nothing."""
+        return f"its weight is {'changed' if self.is_change else 'read'} by {self.where}" if self.is_reached else None
 
 
 def weight_reads(model: nn.Module) -> dict[str, Read]:
@@ -62,13 +72,13 @@ def weight_reads(model: nn.Module) -> dict[str, Read]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
     reads: dict[str, Read] = {}
+    reaches = _reaches({type(module) for module in model.modules()})
     for module in model.modules():
-        kind: Any = type(module)
-        for found in reads_of(kind):
+        for found in reaches[type(module)].found:
             verdicts = {_verdict(test, module, wanted=wanted) for test, wanted in found.conditions}
             if False in verdicts:
                 continue
-            read = Read(found.where, found.is_change, None not in verdicts)
+            read = Read(found.where, found.is_change, None not in verdicts, found.is_reached)
             for child in _children(module, found.path):
                 for name in names[id(child)]:
                     if name not in reads or read.weight > reads[name].weight:
@@ -76,13 +86,28 @@ def weight_reads(model: nn.Module) -> dict[str, Read]:
     return reads
 
 
+def _reaches(kinds: set[Any]) -> dict[Any, Reach]:
+    """Return what the passes of each class reach, where each may call methods of all."""
+    taken: frozenset[str] = frozenset()
+    while True:
+        reaches = {kind: reach_of(kind, taken) for kind in kinds}
+        more = frozenset().union(*(reach.others for reach in reaches.values()))
+        if more <= taken:
+            return reaches
+        taken |= more
+
+
 def _children(module: nn.Module, path: Path) -> Iterator[nn.Module]:
     """Yield the modules that a path from a module fits."""
     if not path:
         yield module
         return
+    if path[0] == DEEP:
+        for inner in module.modules():
+            yield from _children(inner, path[1:])
+        return
     for name, child in module._modules.items():  # noqa: SLF001  # named_children leaves out what has two names
-        if child is not None and path[0] in (name, ANY):
+        if child is not None and fnmatch.fnmatchcase(name, path[0]):
             yield from _children(child, path[1:])
 
 

@@ -1,38 +1,36 @@
-"""Reads of ``<child>.weight`` in the source of a module's class, each with the conditions on the way to it.
+"""The source of one function: the weights that it reads of the modules it is given, and what it calls of them.
 
-Each class is parsed once in a process: every method but those that initialise, and the functions of its file to which a
-method passes a child.
+Each file is parsed once in a process.
 """
 
 from __future__ import annotations
 
 import ast
+import fnmatch
 import functools
-import inspect
 import linecache
-import re
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from torch import nn
+
+from q4_nn.convert.expressions import ANY, Locals, is_call_of, layer_of
 
 if TYPE_CHECKING:
     from types import FunctionType
 
-__all__ = ["ANY", "Found", "Path", "reads_of"]
+    from q4_nn.convert.expressions import Path
 
-_FACTS = {"shape", "dtype", "device", "size", "dim", "numel", "requires_grad"}
+__all__ = ["SUPER", "Call", "Condition", "Found", "Scan", "parameters_of", "scan"]
+
+_FACTS = {
+    "shape", "dtype", "device", "size", "dim", "ndim", "numel", "nelement", "element_size", "is_cuda", "is_meta",
+    "is_floating_point", "requires_grad", "requires_grad_",
+}  # fmt: skip
 """What a packed layer's weight answers itself."""
-_ASKING = {"isinstance", "hasattr", "type", "id"}
-_INITIALISING = re.compile(r"__\w+__|_?init_\w*|_initiali[sz]e\w*|reset_parameters|post_init|tie_weights|_?resize_\w+")
-ANY = "*"
-"""Stands for any one part of a path, as an index or a loop gives."""
-_PASSED = {"enumerate", "zip", "reversed", "list", "tuple", "iter"}
-_DEEPEST = 4
-
-_CALL = (ast.Name("call"), True)
-"""A condition that a call decides."""
-Path = tuple[str, ...]
+_ASKING = {"isinstance", "hasattr", "type", "id", "len", "print", "repr", "str"}
+SUPER = "super()"
+Condition = tuple[ast.expr, bool]
 
 
 @attrs.frozen
@@ -41,27 +39,49 @@ class Found:
 
     path: Path
     is_change: bool
-    conditions: tuple[tuple[ast.expr, bool], ...]
+    conditions: tuple[Condition, ...]
     where: str = ""
+    is_reached: bool = True
 
 
-@functools.cache
-def reads_of(kind: Any) -> tuple[Found, ...]:
-    """Return what the code of a class reads of its children's weights.
+@attrs.frozen
+class Call:
+    """A call that is given modules.
 
-    torch's own classes are left out: their fast paths are avoided, and ``nn.MultiheadAttention`` marks what it reads.
+    Args:
+        receiver: Empty for a function, ``self``, ``SUPER``, or the name of a class or a Python module.
+        name: What is called.
+        given: Paths of each argument by position.
+        named: Paths of each argument by name.
+        conditions: Those on the way.
     """
-    found: list[Found] = []
-    for owner in kind.__mro__:
-        is_torchs = owner.__module__.startswith("torch.")
-        if is_torchs or not issubclass(owner, nn.Module) or owner.__name__ == "PreTrainedModel":
-            continue
-        for name, item in vars(owner).items():
-            function = inspect.unwrap(item) if callable(item) else None
-            if inspect.isfunction(function) and not _INITIALISING.fullmatch(name):
-                where = f"{owner.__name__}.{name}"
-                found += [attrs.evolve(read, where=where) for read in _reads_in(function, ((),), 0)]
-    return tuple(found)
+
+    receiver: str
+    name: str
+    given: tuple[tuple[Path, ...], ...]
+    named: tuple[tuple[str, tuple[Path, ...]], ...]
+    conditions: tuple[Condition, ...]
+
+
+@attrs.frozen
+class Scan:
+    """What the source of a function shows.
+
+    Args:
+        found: Its reads.
+        calls: What it calls with modules.
+        own: Names, or globs, of what it takes of the module itself.
+        passed: Those that it takes without calling them.
+        inherited: The class, or ``SUPER``, and the name of what it takes of a base class.
+        others: Names, or globs, of what it takes of children, and of methods that it calls on other objects.
+    """
+
+    found: tuple[Found, ...] = ()
+    calls: tuple[Call, ...] = ()
+    own: frozenset[str] = frozenset()
+    passed: frozenset[str] = frozenset()
+    inherited: frozenset[tuple[str, str]] = frozenset()
+    others: frozenset[str] = frozenset()
 
 
 @functools.cache
@@ -75,88 +95,89 @@ def _functions(file: str) -> dict[int, ast.FunctionDef]:
     return {min([node.lineno, *(item.lineno for item in node.decorator_list)]): node for node in nodes}
 
 
-def _reads_in(function: FunctionType, given: tuple[Path | None, ...], depth: int) -> list[Found]:
-    """Return what a function reads of the modules that it is given, in the order of its parameters."""
-    tree = _functions(function.__code__.co_filename).get(function.__code__.co_firstlineno)
-    if tree is None or depth > _DEEPEST:
-        return []
-    names = [item.arg for item in (*tree.args.posonlyargs, *tree.args.args)]
-    visitor = _Visitor({name: path for name, path in zip(names, given, strict=False) if path is not None})
+def _tree_of(function: FunctionType) -> ast.FunctionDef | None:
+    return _functions(function.__code__.co_filename).get(function.__code__.co_firstlineno)
+
+
+def parameters_of(function: FunctionType) -> list[str]:
+    """Return the names of a function's parameters that are given by position."""
+    tree = _tree_of(function)
+    return [] if tree is None else [item.arg for item in (*tree.args.posonlyargs, *tree.args.args)]
+
+
+@functools.cache
+def scan(function: FunctionType, given: tuple[tuple[str, tuple[Path, ...]], ...]) -> Scan:
+    """Return what a function does with modules; ``given`` are paths of those that its parameters may be."""
+    tree = _tree_of(function)
+    if tree is None:
+        return Scan()
+    visitor = _Visitor(dict(given), function.__globals__)
     for statement in tree.body:
         visitor.visit(statement)
-    found = visitor.found
-    for called, paths, conditions in visitor.calls:
-        other = function.__globals__.get(called)
-        if inspect.isfunction(other) and not _INITIALISING.fullmatch(called):
-            inner = _reads_in(inspect.unwrap(other), paths, depth + 1)
-            certain = [item for item in inner if not item.conditions]  # those of a helper are over its own names
-            found += [attrs.evolve(item, conditions=conditions) for item in certain]
-            found += [attrs.evolve(item, conditions=(*conditions, _CALL)) for item in inner if item.conditions]
-    return found
+    return Scan(
+        tuple(visitor.found),
+        tuple(visitor.calls),
+        frozenset(visitor.own),
+        frozenset(visitor.passed),
+        frozenset(visitor.inherited),
+        frozenset(visitor.others),
+    )
 
 
 class _Visitor(ast.NodeVisitor):
-    """Finds reads of ``<child>.weight`` in one function.
+    """Finds what one function does with modules.
 
     Args:
-        names: Local name → path of the module that it stands for.
+        names: Local name → paths of the modules, or weights, that it may be.
+        globals_: The function's global names.
     """
 
-    def __init__(self, names: dict[str, Path]) -> None:
-        self.names = names
+    def __init__(self, names: dict[str, tuple[Path, ...]], globals_: dict[str, Any]) -> None:
+        self.locals = Locals(names)
+        self.globals = globals_
         self.found: list[Found] = []
-        self.calls: list[tuple[str, tuple[Path | None, ...], tuple[tuple[ast.expr, bool], ...]]] = []
-        """Functions that are called with modules."""
-        self.conditions: tuple[tuple[ast.expr, bool], ...] = ()
+        self.calls: list[Call] = []
+        self.own: set[str] = set()
+        self.passed: set[str] = set()
+        self.inherited: set[tuple[str, str]] = set()
+        self.others: set[str] = set()
+        self.conditions: tuple[Condition, ...] = ()
 
     def _note(self, path: Path, *, is_change: bool) -> None:
         if path:  # its own weight is a layer's own matter
             self.found.append(Found(path, is_change, self.conditions))
 
-    def _path(self, node: ast.AST) -> Path | None:
-        """Return the path of the module for which an expression stands, or None."""
-        if isinstance(node, ast.Name):
-            return self.names.get(node.id)
-        if isinstance(node, ast.Attribute):
-            path = self._path(node.value)
-            return None if path is None else (*path, node.attr)
-        if isinstance(node, ast.Subscript):
-            path = self._path(node.value)
-            return None if path is None else path if isinstance(node.slice, ast.Slice) else (*path, ANY)
-        return None
+    def _bind(self, target: ast.AST, paths: tuple[Path, ...], value: ast.AST) -> None:
+        self.locals.bind(target, paths, self.locals.texts_of(value), is_sure=not self.conditions)
 
-    def _bind(self, target: ast.AST, path: Path | None) -> None:
-        if isinstance(target, ast.Name):
-            self.names.pop(target.id, None)
-            if path is not None:
-                self.names[target.id] = path
-        elif isinstance(target, ast.Tuple | ast.List):
-            for item in target.elts:
-                self._bind(item, path)
+    # -- statements
 
-    def _items(self, node: ast.AST) -> Path | None:
-        """Return the path of what a loop over an expression gives; all targets of ``zip`` and ``enumerate`` get it."""
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _PASSED:
-            return next((path for path in map(self._items, node.args) if path is not None), None)
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("values", "items")
-        ):
-            return self._items(node.func.value)
-        path = self._path(node)
-        return None if path is None else path if isinstance(node, ast.Subscript) else (*path, ANY)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.visit(node.value)
-        for target in node.targets:
+    def visit_Assign(self, node: ast.Assign | ast.AnnAssign) -> None:
+        if node.value is None:
+            return
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             pairs = [(target, node.value)]
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = list(zip(target.elts, node.value.elts, strict=False))
             for to, value in pairs:
-                self._changed(to)
-                path = self._path(value)
-                self._bind(to, None if path and path[-1] == "weight" else path)
+                self._assign(to, value)
+
+    visit_AnnAssign = visit_Assign  # noqa: N815  # ast's name
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        """Bind a name, to a weight too, which is read where the name is: its dtype may be all that is asked for."""
+        paths = self.locals.paths(value)
+        is_alias = isinstance(target, ast.Name) and isinstance(value, ast.Name | ast.Attribute)
+        if not (is_alias and paths and all(map(layer_of, paths))):
+            self.visit(value)
+            paths = tuple(path for path in paths if layer_of(path) is None)
+        if not isinstance(target, ast.Name):
+            self._changed(target)
+        self._bind(target, paths, value)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self.visit(node.value)
+        self._bind(node.target, self.locals.paths(node.value), node.value)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.visit(node.value)
@@ -164,20 +185,19 @@ class _Visitor(ast.NodeVisitor):
 
     def _changed(self, target: ast.AST) -> None:
         """Note what an assignment changes: ``x.weight[…]``, ``x.weight.data`` or ``x.weight``."""
-        while isinstance(target, ast.Subscript) or (isinstance(target, ast.Attribute) and target.attr == "data"):
+        while isinstance(target, ast.Subscript):
             target = target.value
-        path = self._path(target)
-        if path and path[-1] == "weight":
-            self._note(path[:-1], is_change=True)
+        for layer in filter(None, map(layer_of, self.locals.paths(target))):
+            self._note(layer, is_change=True)
 
     def visit_For(self, node: ast.For) -> None:
         self.visit(node.iter)
-        self._bind(node.target, self._items(node.iter))
+        self._bind(node.target, self.locals.items(node.iter), node.iter)
         for item in (*node.body, *node.orelse):
             self.visit(item)
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
-        self._bind(node.target, self._items(node.iter))
+        self._bind(node.target, self.locals.items(node.iter), node.iter)
         self.generic_visit(node)
 
     def generic_visit(self, node: ast.AST) -> None:
@@ -197,27 +217,95 @@ class _Visitor(ast.NodeVisitor):
 
     visit_IfExp = visit_If  # noqa: N815  # ast's name
 
+    # -- expressions
+
+    def _visit_asked(self, nodes: list[ast.expr]) -> None:
+        """Visit expressions of which only facts are asked."""
+        for node in nodes:
+            if any(layer_of(path) is not None for path in self.locals.paths(node)):
+                self._bind_inside(node)
+            else:
+                self.visit(node)
+
+    def _bind_inside(self, node: ast.AST) -> None:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.NamedExpr):
+                self._bind(inner.target, self.locals.paths(inner.value), inner.value)
+
     def visit_Compare(self, node: ast.Compare) -> None:
-        if not all(isinstance(item, ast.Is | ast.IsNot) for item in node.ops):
+        if all(isinstance(item, ast.Is | ast.IsNot) for item in node.ops):
+            self._visit_asked([node.left, *node.comparators])
+        else:
             self.generic_visit(node)
 
+    def visit_Name(self, node: ast.Name) -> None:
+        for layer in filter(None, map(layer_of, self.locals.paths(node))):
+            self._note(layer, is_change=False)
+
     def visit_Call(self, node: ast.Call) -> None:
+        if is_call_of(node, *_ASKING):
+            self._visit_asked(node.args)
+            return
+        if is_call_of(node, "getattr", "setattr") and len(node.args) > 1:
+            self._take_by_text(node.args[0], node.args[1], is_change=is_call_of(node, "setattr"))
+        self._note_call(node)
+        if isinstance(node.func, ast.Attribute):
+            self._take(node.func, is_called=True)
+        else:
+            self.visit(node.func)
+        for item in (*node.args, *node.keywords):
+            self.visit(item)
+
+    def _note_call(self, node: ast.Call) -> None:
+        """Note a call that is given modules."""
+        given = tuple(map(self.locals.paths, node.args))
+        named = tuple((item.arg, self.locals.paths(item.value)) for item in node.keywords if item.arg is not None)
+        if not any(given) and not any(paths for _, paths in named):
+            return
         if isinstance(node.func, ast.Name):
-            paths = tuple(self._path(item) for item in node.args)
-            if node.func.id in _ASKING:
-                return
-            if any(path is not None for path in paths):
-                self.calls.append((node.func.id, paths, self.conditions))
-        self.generic_visit(node)
+            self.calls.append(Call("", node.func.id, given, named, self.conditions))
+        elif isinstance(node.func, ast.Attribute):
+            value = node.func.value
+            paths, receiver = self.locals.paths(value), getattr(value, "id", "") or SUPER
+            if () in paths or (not paths and (isinstance(value, ast.Name) or is_call_of(value, "super"))):
+                self.calls.append(Call("self" if paths else receiver, node.func.attr, given, named, self.conditions))
+
+    def _take_by_text(self, owner: ast.expr, name: ast.expr, *, is_change: bool) -> None:
+        """Note what ``getattr`` and ``setattr`` take: a weight, a module, or a method."""
+        for path in self.locals.paths(owner):
+            for text in self.locals.texts_of(name):
+                if fnmatch.fnmatchcase("weight", text):
+                    self._note(path, is_change=is_change and text == "weight")
+                if not path:
+                    self.own.add(text)
+                elif text != ANY:
+                    self.others.add(text)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        inner = self._path(node.value)
-        if inner and inner[-1] == "weight":  # weight.shape, weight.div_, weight.data
-            if node.attr not in _FACTS:
-                self._note(inner[:-1], is_change=node.attr.endswith("_"))
+        self._take(node, is_called=False)
+
+    def _take(self, node: ast.Attribute, *, is_called: bool) -> None:
+        """Note what is taken of a module, of its weight, or of another object."""
+        owners, is_weight = self.locals.paths(node.value), False
+        for path in owners:
+            if layer_of(path) is None:
+                (self.others if path else self.own).add(node.attr)
+                if not (path or is_called):
+                    self.passed.add(node.attr)
+                layer = layer_of((*path, node.attr))
+            else:
+                layer = layer_of(path)
+            if layer is not None:
+                is_weight = True
+                if node.attr not in _FACTS:  # weight.div_, weight.data, layer.weight
+                    self._note(layer, is_change=node.attr.endswith("_"))
+        if is_weight:
+            self._bind_inside(node.value)
             return
-        path = self._path(node)
-        if path and path[-1] == "weight":
-            self._note(path[:-1], is_change=False)
-            return
-        self.generic_visit(node)
+        if not owners:
+            base = getattr(node.value, "id", "")
+            if base or is_call_of(node.value, "super"):
+                self.inherited.add((base or SUPER, node.attr))
+            if is_called and not isinstance(self.globals.get(base), ModuleType):
+                self.others.add(node.attr)
+        self.visit(node.value)
