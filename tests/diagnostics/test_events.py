@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime as dt
 import json
 import logging
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import structlog
@@ -273,3 +275,38 @@ def test_a_method_observes_as_long_as_its_object_lives() -> None:
     del watcher
     events.emit("q4.test")
     assert heard == ["q4.test"]
+
+
+def _sent() -> set[tuple[str, str]]:
+    """Return each event that the source sends, with a level that it names or ``""`` for one that is passed in."""
+    root = Path(__file__).parents[2]
+    files = [
+        path for folder in ("q4core", "plugins/*/src", "conformance/src") for path in root.glob(f"{folder}/**/*.py")
+    ]
+    found = set()
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if re.search(r"\b(emit|_report)\(", text) else ():
+            if not isinstance(node, ast.Call) or not node.args or not isinstance(name := node.args[0], ast.Constant):
+                continue
+            called = ast.unparse(node.func).rpartition(".")[2]
+            prefix = {"emit": "", "_report": "q4.actor." if "q4_actors" in file.parts else None}.get(called)
+            if prefix is None or not isinstance(name.value, str) or not f"{prefix}{name.value}".startswith("q4."):
+                continue
+            given = next((item.value for item in node.keywords if item.arg == "level"), None)
+            named = [] if given is None else re.findall(r"logging\.(\w+)", ast.unparse(given))
+            levels = ["debug"] if given is None else [level.lower() for level in named] or [""]
+            found |= {(f"{prefix}{name.value}", level) for level in levels}
+    return found
+
+
+def test_the_page_lists_every_event_at_its_levels() -> None:
+    """docs/cli.md lists the events that the source sends, all of them and no others, each at the levels that it has."""
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(info|warning|error|debug)` \| (.*) \|$", page, re.MULTILINE))
+    listed = {(event, level) for level, text in rows.items() for event in re.findall(r"`(q4\.[a-z.]+)`", text)}
+    sent = _sent()
+    passed_in = {event for event, level in sent if not level}
+    assert {(event, level) for event, level in sent if level} - listed == set()
+    assert {event for event, _ in listed} == {event for event, _ in sent}
+    assert {event for event, _ in listed - sent} <= passed_in
