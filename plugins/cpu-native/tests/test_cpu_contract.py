@@ -10,9 +10,9 @@ from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.manifest import split
 from q4_cpu_native import CpuNative
 from q4core import BUILTIN_FORMATS
+from tests.support.cpu_layers import ISAS
 
 CASES = split((*linear_cases(), *backend_cases()), BackendSubject(CpuNative()))[0]
-ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
 OTHERS = {isa for isa in ISAS if isa != CpuNative("").isa}
 """Instruction sets that do not serve here: the one that does is judged by every case in ``nox -s conformance``."""
 CHOSEN = {"avx2": tuple(BUILTIN_FORMATS), "avxvnni": ("nf4",), "avx512": ("int4",)}

@@ -10,19 +10,14 @@ import torch
 import q4core as q4
 from q4_cpu_native import CpuNative
 from q4core import Packing, ScaleKind
+from tests.support.cpu_layers import layer_on
 
 BACKEND = CpuNative("")
 PACKINGS = [Packing.LOW_FIRST, Packing.HIGH_FIRST, Packing.half_split(32), Packing.half_split(128)]
 
 
 def _layer(weight: q4.PackedWeight, dtype: torch.dtype | None = None) -> q4.Q4Linear:
-    class Plugin:
-        @q4.hookimpl
-        def q4_backends(self) -> list[CpuNative]:
-            return [BACKEND]
-
-    config = q4.SessionConfig(activation_precision="exact", compute_dtype=dtype)
-    return q4.Session(config, registry=q4.Registry([("cpu-native", Plugin())])).linear(weight)
+    return layer_on(BACKEND, weight, "exact", compute_dtype=dtype)
 
 
 def _kinds() -> list[Any]:

@@ -10,13 +10,14 @@ import attrs
 import pytest
 import torch
 
-import q4core as q4
 from q4_cpu_native import CpuNative
+from tests.support.cpu_layers import ISAS, layer_on, random_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
+    import q4core as q4
+
 _UPWARD = 0x800  # FE_UPWARD of x86
 
 
@@ -44,16 +45,9 @@ def rounds_up() -> Iterator[None]:
 
 def _layer(isa: str, precision: str) -> q4.Q4Linear:
     """Return a layer whose scales are 2^-127, a subnormal number."""
-
-    class Plugin:
-        @q4.hookimpl
-        def q4_backends(self) -> list[CpuNative]:
-            return [CpuNative(isa)]
-
-    weight = q4.quantize(torch.randn(40, 96, generator=torch.Generator().manual_seed(1)), "mxfp4")
+    weight = random_weight("mxfp4", 40, 96)
     weight = attrs.evolve(weight, scale=torch.zeros_like(weight.scale.view(torch.uint8)).view(weight.scale.dtype))
-    config = q4.SessionConfig(activation_precision=precision)
-    return q4.Session(config, registry=q4.Registry([("cpu-native", Plugin())])).linear(weight)
+    return layer_on(CpuNative(isa), weight, precision)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])

@@ -16,34 +16,13 @@ import torch
 import q4core as q4
 from q4_cpu_native import CpuNative
 from q4_cpu_native.tables import table_of, words_of
+from tests.support.cpu_layers import layer_on, random_weight
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
 NF4 = q4.BUILTIN_FORMATS["nf4"].codebook
-
-
-@pytest.fixture(params=ISAS)
-def backend(request: pytest.FixtureRequest) -> CpuNative:
-    """Return the backend with each instruction set that this machine has."""
-    return CpuNative(request.param)
-
-
-def _layer(backend: CpuNative, weight: q4.PackedWeight, precision: str, **config: object) -> q4.Q4Linear:
-    class Plugin:
-        @q4.hookimpl
-        def q4_backends(self) -> list[CpuNative]:
-            return [backend]
-
-    registry = q4.Registry([("cpu-native", Plugin())])
-    settings = q4.SessionConfig(activation_precision=precision, **config)  # type: ignore[arg-type]
-    return q4.Session(settings, registry=registry).linear(weight)
-
-
-def _weight(format_: str = "nf4", rows: int = 40, columns: int = 256, seed: int = 1) -> q4.PackedWeight:
-    return q4.quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)), format_)
 
 
 def test_tables_are_exact_where_they_can_be() -> None:
@@ -83,21 +62,21 @@ def test_words_are_exact_where_they_can_be() -> None:
 def test_the_default_is_int16(backend: CpuNative) -> None:
     """Unasked, and with few and many rows alike, activations are rounded to int16, for gradients not at all."""
     for format_ in sorted(q4.BUILTIN_FORMATS):
-        weight = _weight(format_)
-        segments = _layer(backend, weight, "auto").diagnostics().segments
+        weight = random_weight(format_)
+        segments = layer_on(backend, weight, "auto").diagnostics().segments
         assert {segment.path.precision for segment in segments} == {q4.Precision.W4I16}
-        segments = _layer(backend, weight, "auto", gradients=True).diagnostics().segments
+        segments = layer_on(backend, weight, "auto", gradients=True).diagnostics().segments
         assert {segment.path.precision for segment in segments} == {q4.Precision.W4A32}
 
 
 def test_what_int8_holds_int16_holds(backend: CpuNative) -> None:
     """On the grid of int8 both give the same numbers, but for float32's own rounding."""
-    weight = _weight("q4_0")
+    weight = random_weight("q4_0")
     x = torch.randint(-127, 128, (5, 256), generator=torch.Generator().manual_seed(3)).float()
     x[:, ::32] = 127.0
     exact = x.double() @ q4.dequantize(weight, torch.float64).T
     for precision in ("int16", "int8"):
-        y = _layer(backend, weight, precision)(x).double()
+        y = layer_on(backend, weight, precision)(x).double()
         torch.testing.assert_close(y, exact, rtol=1e-5, atol=1e-3)
 
 
@@ -114,8 +93,8 @@ def test_rounded_tables_err_little(format_: str, most: float) -> None:
 )
 def test_every_packing_is_read_and_given_back(backend: CpuNative, packing: q4.Packing) -> None:
     """Each nibble order gives the same numbers, and comes back from export byte for byte."""
-    weight = _weight().repack(packing)
-    layer = _layer(backend, weight, "exact")
+    weight = random_weight().repack(packing)
+    layer = layer_on(backend, weight, "exact")
     x = torch.randn(3, 256)
     torch.testing.assert_close(layer(x), x @ q4.dequantize(weight).T, rtol=1e-5, atol=1e-5)
     given = layer.packed_weight()
@@ -126,16 +105,16 @@ def test_every_packing_is_read_and_given_back(backend: CpuNative, packing: q4.Pa
 
 def test_strided_sources_are_read_in_place(backend: CpuNative) -> None:
     """Codes and scales that are views (a transposed file, ggml's blocks) are read as they lie."""
-    weight = _weight("q4_0", 40, 256)
+    weight = random_weight("q4_0", 40, 256)
     raw = torch.empty(40, 8, 18, dtype=torch.uint8)  # 2 bytes of scale and 16 of codes in each block
     raw[:, :, 2:] = weight.qdata.view(40, 8, 16)
     raw[:, :, :2] = weight.scale.to(torch.float16).view(torch.uint8).view(40, 8, 2)
     blocks = attrs.evolve(weight, qdata=raw[:, :, 2:], scale=raw.view(torch.float16)[:, :, 0])
     x = torch.randn(2, 256)
     same = attrs.evolve(weight, scale=weight.scale.to(torch.float16))
-    assert torch.equal(_layer(backend, blocks, "int8")(x), _layer(backend, same, "int8")(x))
+    assert torch.equal(layer_on(backend, blocks, "int8")(x), layer_on(backend, same, "int8")(x))
     turned = attrs.evolve(weight, qdata=weight.qdata.T.contiguous().T, scale=weight.scale.T.contiguous().T)
-    assert torch.equal(_layer(backend, turned, "exact")(x), _layer(backend, weight, "exact")(x))
+    assert torch.equal(layer_on(backend, turned, "exact")(x), layer_on(backend, weight, "exact")(x))
 
 
 SIZES = [(1, 64), (3, 64), (16, 192), (17, 128), (33, 1088), (160, 320)]
@@ -145,8 +124,8 @@ SIZES = [(1, 64), (3, 64), (16, 192), (17, 128), (33, 1088), (160, 320)]
 @pytest.mark.parametrize("format_", ["q4_0", "q4_1", "q8_0", "mxfp4", "nf4", "nvfp4"])
 def test_prepared_size(backend: CpuNative, format_: str, size: tuple[int, int]) -> None:
     """Prepared bytes are the packed ones, rows filled up to whole tiles of 16 and in-features to chunks of 32."""
-    weight = _weight(format_, *size)
-    record = _layer(backend, weight, "exact").diagnostics()
+    weight = random_weight(format_, *size)
+    record = layer_on(backend, weight, "exact").diagnostics()
     rows, columns = size
     filled = (-(-rows // 16) * 16 / rows) * (-(-columns // 64) * 64 / columns)
     assert record.prepared_bytes <= weight.nbytes * filled + 16
@@ -156,11 +135,11 @@ def test_prepared_size(backend: CpuNative, format_: str, size: tuple[int, int]) 
 @pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
 def test_free_range_error(backend: CpuNative, format_: str) -> None:
     """On activations of any value the exact path errs by rounding alone, int16 and int8 by their own steps."""
-    weight = _weight(format_, 96, 512)
+    weight = random_weight(format_, 96, 512)
     x = torch.randn(33, 512, generator=torch.Generator().manual_seed(2))
     exact = x.double() @ q4.dequantize(weight, torch.float64).T
     for precision, most in (("exact", 1e-11), ("int16", 1e-8 if format_ == "nf4" else 1e-9), ("int8", 1e-4)):
-        y = _layer(backend, weight, precision)(x).double()
+        y = layer_on(backend, weight, precision)(x).double()
         assert float((y - exact).square().mean() / exact.square().mean()) <= most
 
 
@@ -168,11 +147,11 @@ def test_free_range_error(backend: CpuNative, format_: str) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e-44, 3e38])
 def test_rows_that_integers_can_not_hold_are_computed_exactly(backend: CpuNative, value: float, precision: str) -> None:
     """A value that is not finite, or too small for a scale, gives its row what the exact path gives, and no other."""
-    weight = _weight("q4_0")
+    weight = random_weight("q4_0")
     x = torch.randn(11, 256)
     x[4] = 0.0
     x[4, 7] = value
-    rounded, exact = _layer(backend, weight, precision), _layer(backend, weight, "exact")
+    rounded, exact = layer_on(backend, weight, precision), layer_on(backend, weight, "exact")
     got = rounded(x)
     assert torch.equal(got[4].nan_to_num(9.0), exact(x)[4].nan_to_num(9.0))
     x[4] = 0.0
@@ -189,7 +168,7 @@ def test_huge_activations_overflow_only_where_the_product_does(
     dense = torch.randn(48, 256, generator=torch.Generator().manual_seed(1)) * 1e-3
     weight = q4.quantize(dense, format_)
     decoded = q4.dequantize(weight, torch.float64)
-    layer = _layer(backend, weight, precision)
+    layer = layer_on(backend, weight, precision)
     usual = torch.randn(14, 256, generator=torch.Generator().manual_seed(2))
     for value in (1e26, 1e28, 1e34, 1e37):
         x = usual.clone()
@@ -216,7 +195,7 @@ def test_weights_of_zero_give_zero(backend: CpuNative) -> None:
     mxfp4 = q4.quantize(torch.zeros(16, 256), "mxfp4")
     x = torch.rand(3, 256) + 0.1
     for weight in (int4, mxfp4, q4.quantize(torch.zeros(16, 256), "q4_0")):
-        assert bool((_layer(backend, weight, "int8")(x) == 0).all())
+        assert bool((layer_on(backend, weight, "int8")(x) == 0).all())
 
 
 def test_scratch_is_bounded() -> None:
@@ -264,7 +243,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.parametrize("precision", ["exact", "int16", "int8"])
 def test_threads_and_rows_do_not_change_bits(backend: CpuNative, precision: str) -> None:
     """A row's result depends on that row alone: not on the number of threads, nor on the rows beside it."""
-    layer = _layer(backend, _weight("nvfp4", 320, 1056), precision)
+    layer = layer_on(backend, random_weight("nvfp4", 320, 1056), precision)
     x = torch.randn(70, 1056)  # beyond every threshold from which panels are decoded
     before = torch.get_num_threads()
     try:
@@ -281,7 +260,7 @@ def test_threads_and_rows_do_not_change_bits(backend: CpuNative, precision: str)
 
 def test_two_sessions_on_two_threads(backend: CpuNative) -> None:
     """Calls from several threads give the numbers of calls from one."""
-    layers = [_layer(backend, _weight("q4_1", 640, 1024, seed), "int8") for seed in range(2)]
+    layers = [layer_on(backend, random_weight("q4_1", 640, 1024, seed), "int8") for seed in range(2)]
     x = torch.randn(5, 1024)
     expected = [layer(x) for layer in layers]
 
@@ -313,8 +292,8 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_calls_keep_to_their_memory(backend: CpuNative) -> None:
     """Nothing is written outside y, and nothing read outside x: guard values stay, NaN around x does no harm."""
-    weight = _weight("q4_0", 35, 64)
-    layer = _layer(backend, weight, "int8")
+    weight = random_weight("q4_0", 35, 64)
+    layer = layer_on(backend, weight, "int8")
     for rows in (1, 2, 5, 9):
         around = torch.full((rows * 64 + 64,), torch.nan)
         x = around[32:-32].view(rows, 64)
@@ -339,7 +318,7 @@ def _no_wish() -> Iterator[None]:
 @pytest.mark.usefixtures("_no_wish")
 def test_an_instruction_set_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Q4_CPU_ISA names one; a name that is none is a refusal with its reason, and another backend serves."""
-    request = q4.Request.for_weight(_weight())
+    request = q4.Request.for_weight(random_weight())
     monkeypatch.setenv("Q4_CPU_ISA", "avx2")
     kinds = tuple(f"{family}_avx2{many}" for family in ("exact", "w4a8", "w4i16") for many in ("", "_panel"))
     assert tuple(path.name for path in CpuNative().check(request).paths) == kinds
@@ -347,7 +326,7 @@ def test_an_instruction_set_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch
     verdict = CpuNative().check(request)
     assert verdict.reasons[0].code is q4.ReasonCode.POLICY
     assert "sse9" in verdict.reasons[0].message
-    weight, x = _weight(), torch.randn(3, 256)
+    weight, x = random_weight(), torch.randn(3, 256)
     with q4.Session(registry=q4.Registry(environment={})) as session:
         layer = session.linear(weight)
         torch.testing.assert_close(layer(x), x @ q4.dequantize(weight).T, rtol=1e-5, atol=1e-5)
@@ -371,7 +350,7 @@ def test_the_installed_plugin_serves_by_default() -> None:
     assert "cpu-native" in registry.backends()
     with q4.Session(registry=registry) as session:
         for format_ in q4.BUILTIN_FORMATS:
-            record = session.linear(_weight(format_)).diagnostics()
+            record = session.linear(random_weight(format_)).diagnostics()
             assert record.backend == "cpu-native"
             assert record.path_name.startswith("w4i16_")
             assert record.proven
@@ -382,7 +361,7 @@ def test_a_compiled_model_is_one_graph() -> None:
     """torch.compile(fullgraph=True) over layers of these kernels gives one graph and the eager numbers."""
     registry = q4.Registry(environment={})
     session = q4.Session(registry=registry)
-    model = torch.nn.Sequential(*[session.linear(_weight(seed=seed, rows=256)) for seed in range(4)])
+    model = torch.nn.Sequential(*[session.linear(random_weight(seed=seed, rows=256)) for seed in range(4)])
     x = torch.randn(3, 256)
     graphs = 0
 
@@ -398,7 +377,7 @@ def test_a_compiled_model_is_one_graph() -> None:
 
 def test_kernels_for_many_rows_are_proven_and_told_apart(backend: CpuNative) -> None:
     """They are a path of their own, probed at rows of their own, and the record says which ran."""
-    layer = _layer(backend, _weight(), "int8")
+    layer = layer_on(backend, random_weight(), "int8")
     record = layer.diagnostics()
     few, many = record.segments
     assert record.proven

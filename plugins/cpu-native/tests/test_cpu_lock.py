@@ -10,23 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import q4core as q4
 from q4_cpu_native import CpuNative
+from tests.support.cpu_layers import layer_on, random_weight
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import q4core as q4
+
 
 def _layer(rows: int, columns: int) -> q4.Q4Linear:
-    class Plugin:
-        @q4.hookimpl
-        def q4_backends(self) -> list[CpuNative]:
-            return [CpuNative()]
-
-    config = q4.SessionConfig(activation_precision="exact")
-    weight = q4.quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)), "nf4")
-    return q4.Session(config, registry=q4.Registry([("cpu-native", Plugin())])).linear(weight)
+    return layer_on(CpuNative(), random_weight("nf4", rows, columns), "exact")
 
 
 @contextlib.contextmanager

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 import q4core as q4
-from q4_cpu_native import CpuNative
+from tests.support.cpu_layers import layer_on, random_weight
 
-ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
+if TYPE_CHECKING:
+    from q4_cpu_native import CpuNative
+
 COLUMNS, PLACE = 1024, 137
 ROWS = (1, 60)
 """Rows of x: of the kernels for few, and of those for many."""
 
 
-@pytest.fixture(params=ISAS)
-def backend(request: pytest.FixtureRequest) -> CpuNative:
-    """Return the backend with each instruction set that this machine has."""
-    return CpuNative(request.param)
-
-
-def _layer(backend: CpuNative, weight: q4.PackedWeight, precision: str, **config: object) -> q4.Q4Linear:
-    class Plugin:
-        @q4.hookimpl
-        def q4_backends(self) -> list[CpuNative]:
-            return [backend]
-
-    registry = q4.Registry([("cpu-native", Plugin())])
-    settings = q4.SessionConfig(activation_precision=precision, **config)  # type: ignore[arg-type]
-    return q4.Session(settings, registry=registry).linear(weight)
-
-
 def _weight(format_: str, rows: int = 72, columns: int = COLUMNS) -> q4.PackedWeight:
-    return q4.quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)), format_)
+    return random_weight(format_, rows, columns)
 
 
 def _usual(rows: int, columns: int = COLUMNS) -> torch.Tensor:
@@ -52,7 +39,7 @@ def test_others_keep_their_precision(backend: CpuNative, format_: str, value: fl
     """Next to one feature of any size the others err by 1e-8 of their square, and by the rounding of y to float32."""
     weight = _weight(format_)
     decoded = q4.dequantize(weight, torch.float64)
-    layer = _layer(backend, weight, "int16")
+    layer = layer_on(backend, weight, "int16")
     for rows in ROWS:
         x = _usual(rows)
         others = x.clone()
@@ -70,7 +57,7 @@ def test_a_feature_without_weight_changes_nothing(backend: CpuNative, format_: s
     decoded = q4.dequantize(weight, torch.float64)
     x = _usual(3)
     x[:, PLACE] = 1e6
-    assert _error(_layer(backend, weight, "int16")(x), x, x, decoded)[0] <= 1e-8
+    assert _error(layer_on(backend, weight, "int16")(x), x, x, decoded)[0] <= 1e-8
 
 
 @pytest.mark.parametrize("values", [(1e5,) * 6, (1e6, 1e4, 1e3, 1e2), (1e5, -1e5)])
@@ -82,7 +69,7 @@ def test_several_outliers_of_a_block(backend: CpuNative, values: tuple[float, ..
     for place, value in zip(range(64, 96, 4), values, strict=False):
         x[:, place], others[:, place] = value, 0.0
     decoded = q4.dequantize(weight, torch.float64)
-    error, rounding = _error(_layer(backend, weight, "int16")(x), x, others, decoded)
+    error, rounding = _error(layer_on(backend, weight, "int16")(x), x, others, decoded)
     assert error <= 1e-8 + 2 * rounding
 
 
@@ -93,7 +80,7 @@ def test_int8_outliers_cost_the_others_nothing(backend: CpuNative) -> None:
     others = x.clone()
     x[:, PLACE], others[:, PLACE] = 1e4, 0.0
     decoded = q4.dequantize(weight, torch.float64)
-    assert _error(_layer(backend, weight, "int8")(x), x, others, decoded)[0] <= 1e-4
+    assert _error(layer_on(backend, weight, "int8")(x), x, others, decoded)[0] <= 1e-4
 
 
 @pytest.mark.parametrize("precision", ["int16", "int8"])
@@ -101,7 +88,7 @@ def test_int8_outliers_cost_the_others_nothing(backend: CpuNative) -> None:
 def test_bits_depend_on_the_row_alone(backend: CpuNative, format_: str, precision: str) -> None:
     """A row has the same bits alone, among others and on several threads; rows without outliers keep theirs."""
     weight = _weight(format_, 200, 960)
-    layer = _layer(backend, weight, precision)
+    layer = layer_on(backend, weight, precision)
     x = _usual(61, 960)
     before = layer(x)
     x[7, 3], x[7, 500], x[40, 959] = 1e3, -1e5, 1e6
@@ -122,7 +109,7 @@ def test_too_many_outliers_are_computed_exactly(backend: CpuNative) -> None:
     weight = _weight("nf4")
     x = _usual(3)
     x[1].view(-1, 32)[:, :3] *= 1e3
-    y, exact = _layer(backend, weight, "int16")(x), _layer(backend, weight, "exact")(x)
+    y, exact = layer_on(backend, weight, "int16")(x), layer_on(backend, weight, "exact")(x)
     assert torch.equal(y[1], exact[1])
     assert not torch.equal(y[0], exact[0])
 
@@ -131,7 +118,7 @@ def test_too_many_outliers_are_computed_exactly(backend: CpuNative) -> None:
 def test_rows_with_outliers_are_reported(backend: CpuNative, precision: str) -> None:
     """A layer's record counts them, in plain and in compiled calls' path alike; the exact path has none."""
     weight = _weight("nf4")
-    layer, exact = _layer(backend, weight, precision), _layer(backend, weight, "exact")
+    layer, exact = layer_on(backend, weight, precision), layer_on(backend, weight, "exact")
     x = _usual(4)
     layer(x)
     assert layer.diagnostics().outlier_rows == 0

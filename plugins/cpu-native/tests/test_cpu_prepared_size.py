@@ -7,19 +7,14 @@ import torch
 
 import q4core as q4
 from q4_cpu_native import CpuNative
+from tests.support.cpu_layers import layer_on
 
 FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
 
 
 def _ratio(weight: q4.PackedWeight) -> float:
     """Return the bytes of what the backend prepares over those of the weight's tensors."""
-
-    class Plugin:
-        @q4.hookimpl
-        def q4_backends(self) -> list[CpuNative]:
-            return [CpuNative()]
-
-    layer = q4.Session(registry=q4.Registry([("cpu-native", Plugin())])).linear(weight)
+    layer = layer_on(CpuNative(), weight)
     return layer.diagnostics().prepared_bytes / sum(tensor.nbytes for _, tensor in weight.tensors())
 
 

@@ -14,11 +14,11 @@ from q4_cpu_native import CpuNative
 from q4_dequant_fallback import DequantFallback
 from q4core.plugin_api import decode_rows
 from q4core.programs import BoundLayer, Buffer, Op, Program, Step, View, bind
+from tests.support.cpu_layers import ISAS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
 FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
 WIDTH, HEADS, COLUMNS, CAPACITY, VOCABULARY = 96, 6, 16, 12, 70
 

@@ -8,8 +8,7 @@ import torch
 import q4core as q4
 from q4_cpu_native import CpuNative
 from q4core.spikes import SpikeProduct
-
-ISAS = [isa for isa in ("avx2", "avxvnni", "avx512") if CpuNative(isa).isa]
+from tests.support.cpu_layers import ISAS
 
 
 @pytest.mark.parametrize("isa", ISAS)
