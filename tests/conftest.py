@@ -10,11 +10,12 @@ import q4core as q4
 from q4_conformance_faults import plugin
 from tests.support.events import forget_warnings
 from tests.support.fakes import reference_alone
+from tests.support.unread import has_dialects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["reference_alone"]
+__all__ = ["has_dialects", "reference_alone"]
 
 
 @pytest.fixture(autouse=True)

@@ -6,76 +6,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import q4core as q4
+from tests.support.unread import HALF, I8, I16, I32, U8, U32, UNREAD, Tensors, add_tensors, ints, layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-Tensors = dict[str, torch.Tensor]
 
-
-def ints(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Return zeros of an integer dtype."""
-    return torch.zeros(shape, dtype=dtype)
-
-
-I8, U8, I16, I32, U32 = torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint32
-HALF = torch.ones(4, 4, dtype=torch.float16)
-KNOWN: dict[str, Tensors] = {
-    "exl2": {
-        "q_weight": ints(I32, 8, 16),
-        "q_scale": ints(I32, 4, 2),
-        "q_scale_max": HALF[0],
-        "q_groups": ints(I16, 8),
-        "q_invperm": ints(I16, 64),
-    },
-    "exl3": {"trellis": ints(I16, 4, 4, 64), "suh": HALF[0], "svh": HALF[0], "mcg": ints(I32)},
-    "quanto": {
-        "weight._data._data": ints(U8, 16, 32),
-        "weight._scale": HALF,
-        "weight._shift": ints(I8, 4, 4),
-        "input_scale": HALF[0, 0],
-    },
-    "quanto-int8": {"weight._data": ints(I8, 16, 64), "weight._scale": HALF},
-    "aqlm": {"codes": ints(I16, 16, 8, 1), "codebooks": HALF.reshape(1, 2, 1, 8), "scales": HALF.reshape(16, 1, 1, 1)},
-    "svdquant": {
-        "qweight": ints(I8, 16, 32),
-        "wscales": HALF,
-        "smooth": HALF[0],
-        "lora_down": HALF,
-        "lora_up": HALF,
-    },
-    "mlx": {"weight": ints(U32, 16, 8), "scales": HALF, "biases": HALF},
-    "int8": {"weight": ints(I8, 16, 64), "weight_scale": HALF},
-    "of nobody": {"codes_hi": ints(I16, 16, 8), "row_scales": HALF[0]},
-    "bitnet": {"weight": ints(U8, 16, 64), "weight_scale": HALF[0, :1]},
-}
-
-
-def layers(tensors: Tensors, *modules: str) -> Tensors:
-    """Return the tensors under each module, with a bias and a norm that are dense."""
-    found = {f"{module}.{name}": tensor.clone() for module in modules for name, tensor in tensors.items()}
-    return {**found, "a.bias": torch.ones(16), "norm.weight": torch.ones(4)}
-
-
-@pytest.fixture(params=[True, False], ids=["dialects", "core alone"])
-def has_dialects(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Run with the plugin that knows most dialects, and without any."""
-    monkeypatch.setenv("Q4_PLUGINS", "dialects,safetensors" if request.param else "safetensors")
-    q4.reset_registry()
-    yield bool(request.param)
-    q4.reset_registry()
-
-
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", UNREAD)
 @pytest.mark.usefixtures("has_dialects")
 def test_packed_integers_are_never_dense(name: str, tmp_path: Path) -> None:
     """Whatever wrote them, with q4-dialects or without: an error that counts the layers and names one."""
     path = tmp_path / "model.safetensors"
-    save_file(layers(KNOWN[name], "a", "b.c"), path)
+    save_file(layers(UNREAD[name], "a", "b.c"), path)
     with pytest.raises(q4.SchemaError, match="2 layers") as caught:
         q4.open(path)
     assert "b.c" in str(caught.value)
@@ -88,7 +33,7 @@ def test_packed_integers_are_never_dense(name: str, tmp_path: Path) -> None:
 def test_keys_of_nobody_are_an_error_of_their_own(name: str, keys: str, tmp_path: Path) -> None:
     """The error has a kind of its own, lists the keys, and says what to do."""
     path = tmp_path / "model.safetensors"
-    save_file(layers(KNOWN[name], "a"), path)
+    save_file(layers(UNREAD[name], "a"), path)
     with pytest.raises(q4.UnknownDialectError, match=keys) as caught:
         q4.open(path)
     assert caught.value.code == "unknown_dialect"
@@ -98,22 +43,20 @@ def test_keys_of_nobody_are_an_error_of_their_own(name: str, keys: str, tmp_path
 
 @pytest.mark.parametrize(
     ("name", "owner"),
-    [(name, name.removesuffix("-int8")) for name in KNOWN if name not in {"of nobody", "bitnet"}],
+    [(name, name.removesuffix("-int8")) for name in UNREAD if name not in {"of nobody", "bitnet"}],
 )
 def test_known_packings_are_named(name: str, owner: str) -> None:
     """With q4-dialects each is named as what it is; SVDQuant is neither GPTQ nor AWQ."""
-    schema = q4.detect(layers(KNOWN[name], "a"))
+    schema = q4.detect(layers(UNREAD[name], "a"))
     assert schema is not None
     assert [(problem.code, problem.value) for problem in schema.unsupported] == [("unsupported", owner)]
 
 
 def test_beside_layers_that_are_read(tmp_path: Path) -> None:
     """Others are read; the layer of nobody is listed, is not in the checkpoint, and asking for it is an error."""
-    path = tmp_path / "model.safetensors"
-    q4.save_checkpoint(path, {"other": q4.quantize(torch.randn(16, 64), "nf4")}, dialect="bitsandbytes")
-    save_file({**load_file(path), **layers(KNOWN["of nobody"], "a")}, path)
+    path = add_tensors(tmp_path / "model.safetensors", layers(UNREAD["of nobody"], "a"))
     with q4.open(path) as checkpoint:
-        assert list(checkpoint) == ["other"]
+        assert list(checkpoint) == ["proj"]
         assert set(checkpoint.dense) == {"a.bias", "norm.weight"}
         with pytest.raises(q4.CheckpointError, match="codes_hi, row_scales"):
             checkpoint["a"]

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 import q4core as q4
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 GPTQ = {
@@ -36,15 +35,6 @@ def model(folder: Path, tensors: dict[str, torch.Tensor], method: str | None) ->
     config: dict[str, Any] = {} if method is None else {"quantization_config": {"quant_method": method, "bits": 4}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-@pytest.fixture(params=[True, False], ids=["dialects", "core alone"])
-def has_dialects(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Run with the plugin that knows most dialects, and without any."""
-    monkeypatch.setenv("Q4_PLUGINS", "dialects,safetensors" if request.param else "safetensors")
-    q4.reset_registry()
-    yield bool(request.param)
-    q4.reset_registry()
 
 
 @pytest.mark.parametrize(

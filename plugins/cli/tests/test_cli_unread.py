@@ -10,13 +10,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-import q4core as q4
 from q4_cli.app import run
 from q4_cli.doctor_report import environment_facts
 from tests.support.commands import NF4, answer, say
+from tests.support.unread import UNREAD, add_tensors, layers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,14 +25,7 @@ pytestmark = pytest.mark.usefixtures("own_directory")
 @pytest.fixture
 def partly(tmp_path: Path) -> Path:
     """Return a file with one layer that is read, and three that are not: two of EXL3, one of AQLM."""
-    exl3 = {"trellis": torch.zeros(4, 4, 8, dtype=torch.int16), "suh": torch.ones(4), "svh": torch.ones(4)}
-    aqlm = {"codes": torch.zeros(4, 4, 1, dtype=torch.int16), "codebooks": torch.ones(1, 2), "scales": torch.ones(4)}
-    layers = {"a": exl3, "b": exl3, "c": aqlm}
-    extra = {f"{module}.{key}": item.clone() for module, parts in layers.items() for key, item in parts.items()}
-    path = tmp_path / "partly.safetensors"
-    q4.save_checkpoint(path, {"proj": q4.quantize(torch.randn(8, 64), "nf4")}, dialect="bitsandbytes")
-    save_file({**load_file(path), **extra}, path)
-    return path
+    return add_tensors(tmp_path / "partly.safetensors", layers(UNREAD["exl3"], "a", "b") | layers(UNREAD["aqlm"], "c"))
 
 
 @pytest.mark.parametrize(("command", "status"), [("inspect", 0), ("explain", 1)])
