@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import q4core as q4
 from benchmarks import __main__ as benchmarks
 from q4_cpu_native.isa import native
+from tests.support.commands import run_python
 from tests.support.limits import scaled
 
 SHOWN = "avx512"
@@ -30,25 +30,10 @@ def test_readme_has_examples() -> None:
     assert {"doctor", "inspect", "explain", "quantize", "generate", "bench"} <= set(COMMANDS)
 
 
-def run_example(example: str, folder: Path, **variables: str) -> str:
-    """Run an example in a folder, and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", example],
-        cwd=folder,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=scaled(120),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda _: "")
 def test_example_runs(example: str, tmp_path: Path) -> None:
     """Each Python example runs as it stands, in an empty folder."""
-    run_example(example, tmp_path)
+    run_python(tmp_path, "-c", example)
 
 
 def instruction_sets() -> dict[str, tuple[bool, int]]:
@@ -76,7 +61,7 @@ def test_the_report_is_the_one_shown(tmp_path: Path) -> None:
     for name, few in here.items():
         expected = shown.replace(f"({SHOWN})", f"({name})").replace(f"_{SHOWN}", f"_{name.replace('-', '_')}")
         expected = expected.replace(f"M 1…{rows - 1}: ", f"M 1…{few - 1}: ").replace(f"M {rows}…∞: ", f"M {few}…∞: ")
-        assert run_example(example, tmp_path, Q4_CPU_ISA=name).startswith(expected), name
+        assert run_python(tmp_path, "-c", example, Q4_CPU_ISA=name).startswith(expected), name
 
 
 def test_ci_runs_the_two_commands() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from q4_conformance import Query
 from q4_conformance.execution.isolated import due_cases
+from tests.support.commands import run_python
 from tests.support.limits import scaled
 
 ROOT = Path(__file__).parents[2]
@@ -42,18 +43,8 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, *arguments: str, **variables: str) -> str:
     """Run Python as the page's reader would, and return what it prints."""
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-    variables = os.environ | {"Q4_PLUGIN_MODULES": "hello", "PYTHONPATH": path, "COLUMNS": "120"} | variables
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=scaled(120),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    given = {"Q4_PLUGIN_MODULES": "hello", "PYTHONPATH": path, "COLUMNS": "120"} | variables
+    return run_python(folder, *arguments, **given)
 
 
 def test_code_of_files_is_marked() -> None:

@@ -1,4 +1,4 @@
-"""Runs the ``q4`` command for tests, and names the files that they give it."""
+"""Runs the ``q4`` command and Python for tests, and names the files that they give it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-__all__ = ["AMBIGUOUS", "MODEL", "NF4", "ROOT", "answer", "process", "say"]
+__all__ = ["AMBIGUOUS", "MODEL", "NF4", "ROOT", "answer", "process", "run_python", "say"]
 
 ROOT = Path(__file__).parents[2]
 NF4 = ROOT / "conformance/src/q4_conformance/golden/bitsandbytes/nf4-b64-double.safetensors"
@@ -55,3 +55,18 @@ def process(*arguments: object, variables: Mapping[str, str] | None = None) -> s
         check=False,
         env={**environment, "PYTHONPATH": path, **given},
     )
+
+
+def run_python(folder: Path, *arguments: str, **variables: str) -> str:
+    """Run Python in a folder as a reader of a page would, with variables besides our own, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=scaled(120),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
