@@ -10,6 +10,7 @@ import platform
 import re
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,22 +25,36 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results"
 BUILD = Path(__file__).parents[1] / "build" / "benchmarks"
-"""Where runs that are no results go: quick ones, and partial ones."""
+"""Where runs that are no results go: quick ones, partial ones, and those of uncommitted source."""
+_DIRTY = "-dirty"
+_NO_SOURCE = (":!benchmarks/results", ":!docs", ":!*.md")
+"""What a run writes, and pages: they change no number."""
 
 
-def _commit() -> str:
-    """Return which commit this is; ``Q4_BENCH_COMMIT`` tells it where there is no repository."""
-    told = os.environ.get("Q4_BENCH_COMMIT")
-    if told:
-        return told
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],  # noqa: S607  # git is found on the path, as everywhere
+def _git(*words: str) -> str:
+    folder = Path(__file__).parents[1]
+    done = subprocess.run(  # noqa: S603  # words of this module's own
+        ["git", *words],  # noqa: S607  # git is found on the path, as everywhere
         capture_output=True,
         text=True,
         check=False,
-        cwd=Path(__file__).parent,
+        cwd=folder,
     )
-    return done.stdout.strip() or "unknown"
+    return done.stdout.strip()
+
+
+def _commit() -> str:
+    """Return which commit this is, ``-dirty`` where source differs from it.
+
+    ``Q4_BENCH_COMMIT`` says it where there is no repository.
+    """
+    told = os.environ.get("Q4_BENCH_COMMIT")
+    if told:
+        return told
+    name = _git("describe", "--always")
+    if not name:
+        return "unknown"
+    return name + _DIRTY if _git("status", "--porcelain", "--", ".", *_NO_SOURCE) else name
 
 
 def _version() -> str:
@@ -105,10 +120,18 @@ def interleaved_us(
 
 
 def write(name: str, result: Mapping[str, Any], *, folder: Path = RESULTS) -> Path:
-    """Write one result as JSON, a list of numbers to a line, and return where it is."""
+    """Write one result as JSON, a list of numbers to a line, and return where it is.
+
+    What uncommitted source gave is no result, because nobody could measure it again: it goes to ``BUILD``.
+    """
+    facts = {"environment": environment(), **result}
+    commit = facts["environment"]["commit"]
+    if folder == RESULTS and commit.endswith(_DIRTY):
+        print(f"{name}: not stored, because source differs from commit {commit}; commit it first", file=sys.stderr)
+        folder = BUILD
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    text = json.dumps({"environment": environment(), **result}, indent=1)
+    text = json.dumps(facts, indent=1)
     text = re.sub(r"\[[-+.eE\d,\s]+\]", lambda found: " ".join(found[0].split()), text)
     path.write_text(text + "\n", encoding="utf-8")
     return path

@@ -76,7 +76,6 @@ def main(names: list[str]) -> None:
     unknown = sorted({*names} - PARTS.keys())
     if unknown:
         raise SystemExit(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    os.environ["Q4_BENCH_COMMIT"] = environment()["commit"]  # of before the first result
     for name in names or PARTS:
         record = run_part(name)
         stored = RESULTS / "soak.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -143,6 +144,30 @@ def test_summary_and_file(tmp_path: Path) -> None:
     written = record.write("a", {"calls": values}, folder=tmp_path)
     assert json.loads(written.read_text())["calls"] == values
     assert '"samples": [ 1.0, 2.0,' in written.read_text()
+
+
+def test_uncommitted_source_gives_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed or new source file sends a run to the build folder; changed results and pages do not."""
+    source, results = tmp_path / "benchmarks" / "record.py", tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    (tmp_path / ".gitignore").write_text("build\n")
+    source.write_text("")
+    for words in (("init", "-q"), ("add", "."), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)  # noqa: S607  # found on the path, as everywhere
+    monkeypatch.delenv("Q4_BENCH_COMMIT", raising=False)
+    monkeypatch.setattr(record, "__file__", str(source))
+    monkeypatch.setattr(record, "RESULTS", results)
+    monkeypatch.setattr(record, "BUILD", tmp_path / "build")
+    (tmp_path / "docs").mkdir()
+    for page in (tmp_path / "docs" / "a.svg", tmp_path / "README.md", results / "other.json"):
+        page.write_text("changed")
+    assert record.write("a", {}, folder=results) == results / "a.json"
+    for changed in (source, tmp_path / "new.py"):
+        before = changed.read_text() if changed.exists() else None
+        changed.write_text("x = 1")
+        assert record.write("a", {}, folder=results) == tmp_path / "build" / "a.json"
+        changed.unlink() if before is None else changed.write_text(before)
+    assert record.write("a", {}, folder=results) == results / "a.json"
 
 
 def test_pictures_are_drawn_from_the_result(tmp_path: Path) -> None:
