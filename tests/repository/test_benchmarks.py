@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +169,14 @@ def test_uncommitted_source_gives_no_result(tmp_path: Path, monkeypatch: pytest.
         assert record.write("a", {}, folder=results) == tmp_path / "build" / "a.json"
         changed.unlink() if before is None else changed.write_text(before)
     assert record.write("a", {}, folder=results) == results / "a.json"
+
+
+def test_stored_results_name_their_commit() -> None:
+    """No stored result is of uncommitted source, but for these, which are to be measured again."""
+    names = re.compile(r'"commit": "[^"]*-dirty"')
+    found = {path.stem for path in record.RESULTS.glob("*.json") if names.search(path.read_text(encoding="utf-8"))}
+    again = {"cpu-avx2", "generate-avx512", "transformers-avx2", "transformers-avx512"}
+    assert found == again | {"scaling", "snn", "spikes", "waiting"}
 
 
 def test_pictures_are_drawn_from_the_result(tmp_path: Path) -> None:
