@@ -14,6 +14,7 @@ import torch
 
 import q4core as q4
 from benchmarks import record
+from q4core.extension import LayerHandle
 from q4core.spikes import SpikeProduct
 
 if TYPE_CHECKING:
@@ -32,11 +33,12 @@ def _measure(layer: q4.Q4Linear, peer: torch.nn.Linear, rows: int, rate: float, 
     sparse_calls = product.record.sparse
     x = (torch.rand((rows, size), generator=random) < rate).float()
     ones = x.bool()
-    live: Any = layer._require_ready()  # noqa: SLF001  # the sparse product itself, whatever the rate
-    backend, out = live.plan.backend, torch.empty(rows, size)
+    handle = LayerHandle(layer)  # the sparse product itself, whatever the rate
+    backend: Any = handle.backend
+    out = torch.empty(rows, size)
 
     def sparse() -> None:
-        backend.spikes(live.prepared, ones, out, bias=None)
+        backend.spikes(handle.prepared, ones, out, bias=None)
 
     calls = {"sparse": sparse, "dense": lambda: layer(x), "float32": lambda: peer(x), "product": lambda: product(x)}
     with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
@@ -113,7 +113,21 @@ def _span(segment: Segment) -> str:
 
 
 @attrs.define(eq=False)
-class ProgramRecord:
+class Record:
+    """A record that a library attaches to layers: a section of their reports and of its JSON; ``str`` gives its lines.
+
+    Subclasses are attrs classes whose fields JSON can hold, and set ``section``, the section's name.
+    """
+
+    section: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists, texts and numbers, ready for JSON."""
+        return attrs.asdict(self)
+
+
+@attrs.define(eq=False)
+class ProgramRecord(Record):
     """What became of a program: who runs it, and why nobody else does.
 
     Args:
@@ -123,6 +137,8 @@ class ProgramRecord:
         reasons: Why no other backend runs it, or why there is no program.
         calls: How often it ran.
     """
+
+    section = "programs"
 
     name: str
     backend: str | None = None
@@ -139,7 +155,7 @@ class ProgramRecord:
 
 
 @attrs.define(eq=False)
-class SpikeRecord:
+class SpikeRecord(Record):
     """How often a layer's products with spikes ran sparsely, and how often densely.
 
     Args:
@@ -149,6 +165,8 @@ class SpikeRecord:
         sparse: Calls of the sparse product.
         dense: Calls of the dense one.
     """
+
+    section = "spikes"
 
     layer: str
     backend: str = ""
@@ -164,11 +182,19 @@ class SpikeRecord:
 
 @attrs.frozen
 class Report:
-    """The records of many layers, of the programs that run them, and of their products with spikes."""
+    """The records of many layers, and those that libraries attached to them.
+
+    Args:
+        layers: A record for each layer.
+        records: What libraries attached, section by section: ``programs`` that run the layers, products of ``spikes``.
+    """
 
     layers: tuple[Diagnostics, ...]
-    programs: tuple[ProgramRecord, ...] = ()
-    spikes: tuple[SpikeRecord, ...] = ()
+    records: tuple[Record, ...] = ()
+
+    def section(self, name: str) -> tuple[Any, ...]:
+        """Return the attached records of a section; empty where there are none."""
+        return tuple(record for record in self.records if record.section == name)
 
     @property
     def path_calls(self) -> dict[str, int]:
@@ -194,8 +220,7 @@ class Report:
         """Return plain lists, texts and numbers, ready for JSON."""
         return {
             "layers": [record.to_dict() for record in self.layers],
-            "programs": [attrs.asdict(record) for record in self.programs],
-            "spikes": [attrs.asdict(record) for record in self.spikes],
+            **{record.section: [item.to_dict() for item in self.section(record.section)] for record in self.records},
             "path_calls": self.path_calls,
             "prepared_bytes": self.prepared_bytes,
             "source_bytes": self.source_bytes,
@@ -212,4 +237,4 @@ class Report:
             return "no 4-bit layers"
         total = f"{counted(len(self.layers), 'layer')}, {self.prepared_bytes:,} bytes prepared"
         kept = f" ({self.source_bytes:,} of them sources kept alive)" if self.source_bytes else ""
-        return "\n".join([*map(str, self.layers), *map(str, self.programs), *map(str, self.spikes), f"{total}{kept}"])
+        return "\n".join([*map(str, self.layers), *map(str, self.records), f"{total}{kept}"])

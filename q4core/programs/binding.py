@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import threading
@@ -12,38 +13,32 @@ import torch
 
 from q4core.backend.program import BoundLayer, Program, Step
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.diagnostics.events import warn_once
 from q4core.errors import (
     PLUGIN_FAULTS,
     BackendUnavailableError,
     InputError,
     LifecycleError,
     PrepareError,
-    Q4ProbeWarning,
 )
+from q4core.extension import LayerHandle, prove_once
 from q4core.layers.diagnosis import ProgramRecord
 from q4core.machine import outside_inference
 from q4core.ops.plan import raise_broken_call
-from q4core.plugins.registry import Registry, default_registry
+from q4core.plugins.registry import default_registry
 from q4core.programs.probe import find_fault, view_of
-from q4core.programs.records import keep
+from q4core.programs.records import attach
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
     from q4core.backend.program import Runner, View
     from q4core.layers.linear import Q4Linear
-    from q4core.ops.registration import LiveLayer
+    from q4core.plugins.registry import Registry
 
 _REFERENCE = "dequant-fallback"
 _ALIGNMENT = 64
-_ADDRESS, _CONTENT = torch.Tensor.data_ptr, operator.attrgetter("_content")
-_SIZE, _STRIDE = torch.Tensor.numel, torch.Tensor.stride
-_BIAS = operator.methodcaller("get", "bias")
-
-_faults: weakref.WeakKeyDictionary[Registry, dict[Hashable, str | None]] = weakref.WeakKeyDictionary()
-"""What probes showed, by backend and kind of program: None where it is right."""
-
+_ADDRESS, _SIZE, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.stride
+_IS_CURRENT = operator.attrgetter("is_current")
 
 _bound: weakref.WeakSet[BoundProgram] = weakref.WeakSet()
 
@@ -64,7 +59,7 @@ class BoundProgram:
     Args:
         program: What is run.
         buffers: A tensor for each buffer of the program: the caller's, and flat scratch ones.
-        layers: The packed layers.
+        layers: Handles on the packed layers.
         runner: What the backend gave.
         backend: The backend.
         record: Name, backend, reasons and calls, as reports show them.
@@ -74,7 +69,7 @@ class BoundProgram:
         self,
         program: Program,
         buffers: Sequence[torch.Tensor],
-        layers: Sequence[Q4Linear],
+        layers: Sequence[LayerHandle],
         runner: Runner,
         backend: Any,
         record: ProgramRecord,
@@ -87,24 +82,19 @@ class BoundProgram:
         _bound.add(self)
         self._run, self._backend = runner, backend
         self._layers = tuple(layers)
-        self._contents = [*map(_CONTENT, layers)]
-        self._parameters = [layer._parameters for layer in layers]  # noqa: SLF001  # own class
-        self._biases = [*map(_BIAS, self._parameters)]
-        lives = [_live(layer) for layer in layers]
-        own = [tensor for live in lives for tensor in live.tensors] + [
-            item for item in self._biases if item is not None
-        ]
+        own = [tensor for layer in layers for tensor in layer.tensors]
+        own += [layer.bias for layer in layers if layer.bias is not None]
         kept = [pair for pair in zip(program.buffers, self.buffers, strict=True) if pair[0].is_bound]
         self._names, self._given = [item.name for item, _ in kept], [tensor for _, tensor in kept]
         self._tensors = [*self._given, *own]
         self._places = self._found()
         self._counts: list[tuple[list[int], int]] = []
-        self._packed: list[tuple[int, LiveLayer]] = []
+        self._packed: list[tuple[int, LayerHandle]] = []
         if record.backend != _REFERENCE:  # which calls the layers, who count for themselves
             steps = [(number, step) for number, step in enumerate(program.steps) if step.op.value == "linear"]
-            uses = [(number, lives[step.layer], step) for number, step in steps if step.layer is not None]
-            self._counts = [(live.counts, live.plan.segment_index(step.inputs[0].rows) or 0) for _, live, step in uses]
-            self._packed = [(number, live) for number, live, _ in uses]
+            uses = [(number, layers[step.layer], step) for number, step in steps if step.layer is not None]
+            self._counts = [(layer.calls, layer.segment_index(step.inputs[0].rows) or 0) for _, layer, step in uses]
+            self._packed = [(number, layer) for number, layer, _ in uses]
 
     def __call__(self) -> None:
         """Run every step once.
@@ -125,25 +115,21 @@ class BoundProgram:
             for counts, index in self._counts:
                 counts[index] += 1
             if found:
-                for number, live in self._packed:
-                    live.outlier_rows += found[number]
+                for number, layer in self._packed:
+                    layer.add_outlier_rows(found[number])
 
     def is_whole(self) -> bool:
         """Return whether every buffer and layer is where and what it was: whether a call runs, and does not raise."""
-        return (
-            self._found() == self._places
-            and [*map(_CONTENT, self._layers)] == self._contents
-            and all(map(operator.is_, map(_BIAS, self._parameters), self._biases))
-        )
+        return self._found() == self._places and all(map(_IS_CURRENT, self._layers))
 
     def _found(self) -> tuple[list[int], list[int], list[Any]]:
         return [*map(_ADDRESS, self._tensors)], [*map(_SIZE, self._given)], [*map(_STRIDE, self._given)]
 
     def _refuse(self) -> None:
         hint = "Make the program again."
-        for layer, content, bias in zip(self._layers, self._contents, self._biases, strict=True):
-            if layer._content is not content or _BIAS(layer._parameters) is not bias:  # noqa: SLF001
-                layer._require_ready()  # noqa: SLF001  # which tells of a closed one
+        for handle in self._layers:
+            if not handle.is_current:
+                layer = LayerHandle(handle.layer).layer  # raises for a closed one
                 what = f"layer {layer.name!r} was moved or loaded after it was bound to program {self.record.name!r}"
                 raise LifecycleError(what, hint=hint)
         for name, tensor, *place in zip(self._names, self._given, *self._places, strict=False):  # addresses are more
@@ -192,78 +178,66 @@ def bind(
     tensors = [next(given) if item.is_bound else scratch[index] for index, item in enumerate(program.buffers)]
     if len(layers) != len(program.layers):
         raise InputError(f"program {name!r}", name="layers", rule=f"{len(program.layers)} layers", value=len(layers))
-    lives = [_checked(layer, sizes, device, name) for layer, sizes in zip(layers, program.layers, strict=True)]
+    handles = [_checked(layer, sizes, device, name) for layer, sizes in zip(layers, program.layers, strict=True)]
     for step in program.steps:
-        if step.layer is not None and lives[step.layer].plan.segment_index(step.inputs[0].rows) is None:
+        if step.layer is not None and handles[step.layer].segment_index(step.inputs[0].rows) is None:
             rule, rows = "served for the rows of the program", step.inputs[0].rows
             raise InputError(f"program {name!r}", name=f"layer {layers[step.layer].name!r}", rule=rule, value=rows)
     flat = [tensor.detach().view(-1) for tensor in tensors]
     bound = [
-        BoundLayer(live.prepared, None if layer.bias is None else layer.bias.detach(), live.plan.segments, layer)
-        for layer, live in zip(layers, lives, strict=True)
+        BoundLayer(handle.prepared, None if layer.bias is None else layer.bias.detach(), handle.segments, layer)
+        for layer, handle in zip(layers, handles, strict=True)
     ]
     reasons: list[str] = []
     for backend in sorted(registry.backends().values(), key=lambda item: item.name == _REFERENCE):
         runner = None
-        if (reason := _refusal(backend, lives, device)) is None:
+        if (reason := _refusal(backend, handles, device)) is None:
             try:
                 runner = backend.bind_program(program, flat, bound)  # type: ignore[attr-defined]  # declared
-                kind = backend.name, str(device), *(_kind(step, lives) for step in program.steps)
-                reason = _fault(registry, backend, kind, program, flat, bound)
+                kind = str(device), *(_kind(step, handles) for step in program.steps)
+                reason = _fault(registry, backend, kind, handles, (program, flat, bound))
             except PrepareError as error:
                 reason = "; ".join(map(str, error.reasons))
             except PLUGIN_FAULTS as error:
                 reason = f"bind_program raised {describe_exception(error)}"
         if runner is not None and reason is None:
             record = ProgramRecord(name, backend.name, len(program.steps), tuple(reasons))
-            return BoundProgram(program, tensors, layers, runner, backend, keep(record, layers))
-        if "program" in backend.capabilities.ops or any(live.plan.backend is backend for live in lives):
+            return BoundProgram(program, tensors, handles, runner, backend, attach(record, layers))
+        if "program" in backend.capabilities.ops or any(handle.backend is backend for handle in handles):
             reasons.append(f"not {backend.name}: {reason}")
     raise BackendUnavailableError(f"no backend can run program {name!r} on {device}", rejections=reasons)
 
 
-def _live(layer: Q4Linear) -> LiveLayer:
-    return layer._require_ready()  # noqa: SLF001  # own class
+def _kind(step: Step, layers: Sequence[LayerHandle]) -> Hashable:
+    return step.kind(), None if step.layer is None else layers[step.layer].kind
 
 
-def _kind(step: Step, lives: Sequence[LiveLayer]) -> Hashable:
-    return step.kind(), None if step.layer is None else lives[step.layer].plan.key
-
-
-def _refusal(backend: Any, lives: Iterable[LiveLayer], device: torch.device) -> str | None:
+def _refusal(backend: Any, layers: Iterable[LayerHandle], device: torch.device) -> str | None:
     """Return why a backend is not asked to bind a program, or None."""
     declared = backend.capabilities
     if "program" not in declared.ops or device.type not in declared.devices:
         return f"programs on {device.type} are not declared"
-    others = sorted({live.plan.backend.name for live in lives} - {backend.name})
+    others = sorted({layer.backend.name for layer in layers} - {backend.name})
     return f"layers were prepared by {', '.join(others)}" if others and backend.name != _REFERENCE else None
 
 
-def _fault(  # noqa: PLR0913  # one argument per part
+def _fault(
     registry: Registry,
     backend: Any,
     kind: Hashable,
-    program: Program,
-    buffers: Sequence[torch.Tensor],
-    layers: Sequence[BoundLayer],
+    layers: Sequence[LayerHandle],
+    bound: tuple[Program, Sequence[torch.Tensor], Sequence[BoundLayer]],
 ) -> str | None:
-    """Return what is wrong with a backend's programs of a kind: probed once, warned of once."""
+    """Return what is wrong with a backend's programs of a kind, or None."""
     if backend.name == _REFERENCE:
         return None
-    shown = _faults.setdefault(registry, {})
-    if kind not in shown:
-        reference: Any = registry.backends().get(_REFERENCE)
-        if reference is None or "program" not in reference.capabilities.ops:
-            return f"nothing to compare it with; install the package q4-{_REFERENCE}"
-        lives = [_live(layer.module) for layer in layers]
-        counts = [live.counts[:] for live in lives]
-        shown[kind] = find_fault(backend, reference, program, buffers, layers)
-        for live, before in zip(lives, counts, strict=True):
-            live.counts[:] = before  # a trial is no call
-    if (fault := shown[kind]) is not None:
-        told = f"backend {backend.name!r} is not used for programs: {fault}"
-        warn_once((backend.name, fault), Q4ProbeWarning, told)
-    return fault
+    reference: Any = registry.backends().get(_REFERENCE)
+    if reference is None or "program" not in reference.capabilities.ops:
+        return f"nothing to compare it with; install the package q4-{_REFERENCE}"
+    with contextlib.ExitStack() as trial:
+        for layer in layers:
+            trial.enter_context(layer.uncounted())
+        return prove_once(registry, backend, "programs", kind, lambda: find_fault(backend, reference, *bound))
 
 
 def _check_buffers(program: Program, buffers: Sequence[torch.Tensor], device: torch.device, name: str) -> None:
@@ -278,15 +252,15 @@ def _check_buffers(program: Program, buffers: Sequence[torch.Tensor], device: to
             raise InputError(f"program {name!r}", name=f"buffer {item.name!r}", rule=rule, value=value)
 
 
-def _checked(layer: Q4Linear, sizes: tuple[int, int], device: torch.device, name: str) -> LiveLayer:
-    """Return what a layer runs by, once it is known to fit a program."""
-    live = _live(layer)
-    facts = (layer.out_features, layer.in_features), layer.dtype, layer.device, layer._is_managed  # noqa: SLF001
+def _checked(layer: Q4Linear, sizes: tuple[int, int], device: torch.device, name: str) -> LayerHandle:
+    """Return a handle on a layer, once it is known to fit a program."""
+    handle = LayerHandle(layer)
+    facts = (layer.out_features, layer.in_features), layer.dtype, layer.device, handle.is_managed
     if facts != (sizes, torch.float32, device, False):
         rule = f"float32 {sizes[0]}×{sizes[1]} on {device}, in ordinary memory"
         value = f"{layer.dtype} {layer.out_features}×{layer.in_features} on {layer.device}"
         raise InputError(f"program {name!r}", name=f"layer {layer.name!r}", rule=rule, value=value)
-    return live
+    return handle
 
 
 def _scratch(program: Program, device: torch.device) -> dict[int, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 from q4core.backend import Request
 from q4core.diagnostics.events import bound
 from q4core.errors import ConfigError, InputError, LifecycleError, counted
+from q4core.extension import records_of
 from q4core.formats import FLOATS
 from q4core.layers.adoption import adopted_content
 from q4core.layers.diagnosis import Report
@@ -20,9 +21,7 @@ from q4core.layers.linear import Q4Linear
 from q4core.layers.prepared_module import require_weight
 from q4core.plugins.registry import Registry, default_registry
 from q4core.policy import SessionConfig, resolve_config
-from q4core.programs.records import records_of
 from q4core.selection.cache import apply_config, select_for
-from q4core.spikes.product import spike_records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -149,7 +148,7 @@ class Session:
         """Return what ran for which M, and why not the others, layer by layer."""
         self._require_open()
         layers = [layer for layer in self.layers() if layer.is_prepared]
-        return Report(tuple(layer.diagnostics() for layer in layers), records_of(layers), spike_records(layers))
+        return Report(tuple(layer.diagnostics() for layer in layers), records_of(layers))
 
     def close(self) -> None:
         """Give every prepared byte back; closing twice is allowed."""
@@ -284,5 +283,4 @@ def explain(what: torch.nn.Module | Session) -> Report:
         raise InputError("q4.explain", name="what", rule="an nn.Module or a Session", value=type(what).__name__)
     layers = [(name, item) for name, item in what.named_modules() if isinstance(item, Q4Linear) and item.is_prepared]
     records = tuple(attrs.evolve(item.diagnostics(), layer=name or item.name) for name, item in layers)
-    found = [item for _, item in layers]
-    return Report(records, records_of(found), spike_records(found))
+    return Report(records, records_of(item for _, item in layers))

@@ -290,12 +290,12 @@ def test_reports() -> None:
         program, buffers, _ = network(registry_of())
         bound = bind(program, buffers, layers, name="mlp")
         bound()
-        record = session.report().programs[0]
+        record = session.report().section("programs")[0]
         assert (record.name, record.steps, record.calls) == ("mlp", 3, 1)
         assert q4.explain(layers[0]).to_dict()["programs"][0]["name"] == "mlp"
         assert f"program mlp: 3 steps on {record.backend}, ran 1 ×" in str(session.report())
         again = bind(program, buffers, layers, name="mlp")
         again()
-        assert [item.calls for item in session.report().programs] == [2]
+        assert [item.calls for item in session.report().section("programs")] == [2]
         refuse("rnn", layers, "a hook")
         assert "program rnn: the modules run one by one\n  a hook" in str(session.report())

@@ -62,7 +62,7 @@ def test_rare_spikes_run_sparsely_and_many_densely(bias: bool) -> None:
             torch.testing.assert_close(product(given), layer(x.float()).detach())
     assert (product.record.sparse, product.record.dense, product.record.reason) == (4, 2, None)
     report = q4.explain(layer)
-    assert report.spikes == (product.record,)
+    assert report.section("spikes") == (product.record,)
     assert "spikes of synapses on fake: 4 × sparse, 2 × dense" in str(report)
     assert report.to_dict()["spikes"][0]["sparse"] == 4
 

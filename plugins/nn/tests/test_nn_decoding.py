@@ -100,7 +100,9 @@ def test_programs_are_made_once_for_a_cache(tiny_llama: Path) -> None:
         program(2, cache)
         report = model.session.report()
         assert [sum(record.calls) for record in report.layers] == [2] * 11
-        assert [(record.name, record.calls) for record in report.programs] == [("decode TransformerDecoder", 2)]
+        assert [(record.name, record.calls) for record in report.section("programs")] == [
+            ("decode TransformerDecoder", 2)
+        ]
 
 
 @pytest.mark.parametrize("token", [-1, 268])
@@ -136,7 +138,7 @@ def test_a_token_makes_no_tensor(tiny_llama: Path) -> None:
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         ) as profile:
             program(2, cache)
-        if model.session.report().programs[0].backend == "cpu-native":  # the reference computes with tensors
+        if model.session.report().section("programs")[0].backend == "cpu-native":  # the reference computes with tensors
             assert [item.key for item in profile.key_averages() if item.self_cpu_memory_usage > 0] == []
         written = {view.buffer for step in program.bound.program.steps for view in step.outputs}
         assert all(program.bound.buffers[index].data_ptr() % 64 == 0 for index in written)
@@ -186,7 +188,7 @@ def test_a_hook_is_run_for_every_token(tiny_llama: Path) -> None:
         assert seen == [1, 1, 1]
         assert list(Generation(model.decoder, TOKENS, max_tokens=5)) == without
         assert seen[3:] == [len(TOKENS), 1, 1, 1, 1]
-        record = model.session.report().programs[0]
+        record = model.session.report().section("programs")[0]
         assert record.backend is None
         assert "layers.1.self_attn: it has a hook" in record.reasons[0]
 
@@ -212,7 +214,7 @@ def test_what_only_the_modules_serve(tiny_llama: Path) -> None:
 
     def reason(model: LanguageModel, cache: KVCache) -> str:
         assert decoding_program(model.decoder, cache) is None
-        return model.session.report().programs[0].reasons[0]
+        return model.session.report().section("programs")[0].reasons[0]
 
     class Odd(torch.nn.Linear):
         """Of which nobody knows what it computes."""

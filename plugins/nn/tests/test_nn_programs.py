@@ -333,7 +333,7 @@ def test_what_changes_later_runs_as_modules(session: q4.Session) -> None:
     told = "\n".join(program.record.reasons)
     for part in ("gradients are recorded", "other shapes", "has a hook", "training mode", "was replaced"):
         assert part in told
-    assert session.report().programs == (program.record,)
+    assert session.report().section("programs") == (program.record,)
 
 
 def test_results_are_the_caller_s() -> None:

@@ -15,6 +15,7 @@ from q4_conformance.oracle.exact import exact_linear
 from q4_conformance.outcome import FailureError, NotDeclaredError, NotTestableError
 from q4_conformance.subjects.reference import require_device
 from q4core import Prepared
+from q4core.extension import LayerHandle
 from q4core.spikes import SpikeProduct
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def check_spikes_numbers(case: Case, subject: BackendSubject) -> str:
 
 def _call(subject: BackendSubject, layer: Any, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
     backend: Any = subject.backend
-    backend.spikes(layer._require_ready().prepared, x, out, bias=bias)  # noqa: SLF001  # what the core itself gives
+    backend.spikes(LayerHandle(layer).prepared, x, out, bias=bias)
 
 
 @check("spikes_pages")

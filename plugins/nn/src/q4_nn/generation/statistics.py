@@ -122,7 +122,7 @@ def collect_statistics(model: LanguageModel, generation: Generation, *, open_sec
         reasons.update((f"not {rejection}", None) for rejection in record.rejections)
     if not reasons and len({record.backend for record in report.layers}) == 1:
         reasons["no other backend is installed; `q4 doctor` shows what is here"] = None
-    reasons.update((line.strip(), None) for program in report.programs for line in str(program).splitlines())
+    reasons.update((line.strip(), None) for program in report.section("programs") for line in str(program).splitlines())
     seconds = generation.prefill_seconds
     return Statistics(
         prompt_tokens=len(generation.prompt),

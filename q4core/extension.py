@@ -1,0 +1,150 @@
+"""The public seam for libraries that run packed layers in ways of their own, as programs and products with spikes do.
+
+``LayerHandle`` is what a layer runs by, ``prove_once`` compares a kind of computation with its reference before its
+first use, and ``attach_record`` adds a section to the reports of layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from typing import TYPE_CHECKING
+
+from q4core.diagnostics.events import warn_once
+from q4core.errors import Q4ProbeWarning
+from q4core.layers.diagnosis import Record
+from q4core.machine import outside_inference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Iterator
+
+    import torch
+
+    from q4core.backend import Backend, Prepared, Segment
+    from q4core.layers.linear import Q4Linear
+    from q4core.plugins.registry import Registry
+    from q4core.weight import PackedWeight
+
+__all__ = ["LayerHandle", "Record", "attach_record", "prove_once", "record_of", "records_of"]
+
+_shown: weakref.WeakKeyDictionary[Registry, dict[tuple[str, str, Hashable], str | None]] = weakref.WeakKeyDictionary()
+"""What probes showed, by purpose, backend and kind: None where it is right."""
+_records: weakref.WeakKeyDictionary[Q4Linear, dict[tuple[str, str], Record]] = weakref.WeakKeyDictionary()
+"""Records by section and name."""
+
+
+class LayerHandle:
+    """What a packed layer runs by, as it was when the handle was made; valid until ``is_current`` is false.
+
+    Args:
+        layer: A prepared layer; the handle keeps it alive.
+
+    Attributes:
+        layer: That layer.
+        backend: The backend that prepared it.
+        prepared: What ``Backend.prepare`` returned: tensors and layout, as each method of the backend takes them.
+        tensors: The uint8 buffers behind it; their addresses do not change while the handle is current.
+        segments: Which path serves which numbers of rows.
+        kind: Equal for layers that a backend runs in the same way: of one backend, format, shape, layout and selection.
+        device: Where it runs.
+        bias: Its own bias parameter; None without one, and where the bias is parametrized or pruned.
+        registry: The plugins that it was selected among.
+        calls: Calls by segment. Who runs the layer otherwise than by calling it adds to it.
+
+    Raises:
+        LifecycleError: The layer is closed, or waits for its weight.
+    """
+
+    def __init__(self, layer: Q4Linear) -> None:
+        self.layer = layer
+        self._content = layer._content  # noqa: SLF001  # this module is the public face of layers
+        self._live = live = self._content.prepared or layer._require_ready()  # noqa: SLF001  # raises
+        self.backend: Backend = live.plan.backend
+        self.prepared: Prepared = live.prepared
+        self.tensors: tuple[torch.Tensor, ...] = live.tensors
+        self.segments: tuple[Segment, ...] = live.plan.segments
+        self.kind: Hashable = live.plan.key
+        self.device: torch.device = live.device
+        self.bias = layer._own_bias()  # noqa: SLF001  # as above
+        self.registry: Registry = layer._plugins()  # noqa: SLF001  # as above
+        self.calls: list[int] = live.counts
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the layer still runs by this: not closed, moved or loaded again, with the same bias parameter."""
+        layer = self.layer
+        return layer._content is self._content and layer._parameters.get("bias") is self.bias  # noqa: SLF001  # as above
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether a unified-memory policy places what the layer runs by."""
+        return self.layer._is_managed  # noqa: SLF001  # as above
+
+    def segment_index(self, rows: int) -> int | None:
+        """Return which segment serves so many rows of x; None outside the range that the layer was made for."""
+        return self._live.plan.segment_index(rows)
+
+    def weight(self) -> PackedWeight:
+        """Return the canonical weight, exported by the backend or kept beside it."""
+        return self._live.plan.weight(self._live.buffers)
+
+    def add_outlier_rows(self, rows: int) -> None:
+        """Count rows of x that had outliers, for the layer's report."""
+        self._live.outlier_rows += rows
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Let the block's calls be none: a trial, of which no report tells."""
+        calls, outlier_rows = self.calls[:], self._live.outlier_rows
+        try:
+            yield
+        finally:
+            self.calls[:], self._live.outlier_rows = calls, outlier_rows
+
+
+def prove_once(
+    registry: Registry, backend: Backend, purpose: str, kind: Hashable, probe: Callable[[], str | None]
+) -> str | None:
+    """Return what is wrong with a backend's results of one kind: None where nothing is.
+
+    The probe runs once for a registry, backend, purpose and kind. A fault is warned of once in a process.
+
+    Args:
+        registry: The plugins that hold the backend; the result is forgotten with it.
+        backend: Who computes.
+        purpose: What it is not used for where a fault is found, for the warning: ``"spikes"``, ``"programs"``.
+        kind: Tells apart what the backend might do in different ways; hashable.
+        probe: Compares the backend's results with a reference; returns what is wrong, or None. It runs outside of
+            inference mode.
+    """
+    shown, key = _shown.setdefault(registry, {}), (purpose, backend.name, kind)
+    if key not in shown:
+        with outside_inference():
+            shown[key] = probe()
+    if (fault := shown[key]) is not None:
+        warn_once((backend.name, fault), Q4ProbeWarning, f"backend {backend.name!r} is not used for {purpose}: {fault}")
+    return fault
+
+
+def attach_record(record: Record, layers: Iterable[Q4Linear], *, name: str = "") -> None:
+    """Let the reports of these layers, and of sessions that hold any of them, show a record.
+
+    Args:
+        record: Shown as it is when a report is made.
+        layers: The layers that it is about.
+        name: Tells several records of a section on one layer apart; one of the same name is replaced.
+    """
+    for layer in layers:
+        _records.setdefault(layer, {})[record.section, name] = record
+
+
+def record_of(layer: Q4Linear, section: str, *, name: str = "") -> Record | None:
+    """Return the record that was attached to a layer, or None."""
+    return _records.get(layer, {}).get((section, name))
+
+
+def records_of(layers: Iterable[Q4Linear]) -> tuple[Record, ...]:
+    """Return the records of any of these layers, each once, section by section in the order of their names."""
+    found = itertools.chain.from_iterable(_records.get(layer, {}).values() for layer in layers)
+    return tuple(sorted({id(record): record for record in found}.values(), key=lambda record: record.section))
