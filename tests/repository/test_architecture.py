@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-PUBLIC_MODULES = {"q4core", "q4core.memory", "q4core.plugin_api", "q4core.programs", "q4core.spikes"}
+PUBLIC_MODULES = {
+    "q4core",
+    "q4core.extension",
+    "q4core.memory",
+    "q4core.plugin_api",
+    "q4core.programs",
+    "q4core.spikes",
+}
 """What may be imported from: the face itself, and the submodules that the guide documents."""
 CORE_IMPORTS = {"torch", "attrs", "pluggy", "structlog"}
 """What the core imports beside itself and the standard library: no less, and no more."""
