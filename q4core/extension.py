@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import weakref
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from q4core.plugins.registry import Registry
     from q4core.weight import PackedWeight
 
-__all__ = ["LayerHandle", "Record", "attach_record", "prove_once", "record_of", "records_of"]
+__all__ = ["LayerHandle", "Record", "attach_record", "prove_once", "record_of", "records_of", "watch"]
 
+_CONTENT, _BIAS = operator.attrgetter("_content"), operator.methodcaller("get", "bias")
 _shown: weakref.WeakKeyDictionary[Registry, dict[tuple[str, str, Hashable], str | None]] = weakref.WeakKeyDictionary()
 """What probes showed, by purpose, backend and kind: None where it is right."""
 _records: weakref.WeakKeyDictionary[Q4Linear, dict[tuple[str, str], Record]] = weakref.WeakKeyDictionary()
@@ -101,6 +103,19 @@ class LayerHandle:
             yield
         finally:
             self.calls[:], self._live.outlier_rows = calls, outlier_rows
+
+
+def watch(handles: Iterable[LayerHandle]) -> Callable[[], bool]:
+    """Return a function that says whether all handles are current: for calls of microseconds over many layers."""
+    known = [*handles]
+    layers = [handle.layer for handle in known]
+    contents = [*map(_CONTENT, layers)] if all(handle.is_current for handle in known) else []
+    parameters, biases = [layer._parameters for layer in layers], [handle.bias for handle in known]  # noqa: SLF001  # as above
+
+    def are_current() -> bool:
+        return [*map(_CONTENT, layers)] == contents and all(map(operator.is_, map(_BIAS, parameters), biases))
+
+    return are_current
 
 
 def prove_once(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import threading
 import weakref
@@ -20,7 +19,7 @@ from q4core.errors import (
     LifecycleError,
     PrepareError,
 )
-from q4core.extension import LayerHandle, prove_once
+from q4core.extension import LayerHandle, prove_once, watch
 from q4core.layers.diagnosis import ProgramRecord
 from q4core.machine import outside_inference
 from q4core.ops.plan import raise_broken_call
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 _REFERENCE = "dequant-fallback"
 _ALIGNMENT = 64
 _ADDRESS, _SIZE, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.stride
-_IS_CURRENT = operator.attrgetter("is_current")
 
 _bound: weakref.WeakSet[BoundProgram] = weakref.WeakSet()
 
@@ -81,7 +79,7 @@ class BoundProgram:
         """Held in each run; who fills the buffers and reads them holds it round both, so that threads take turns."""
         _bound.add(self)
         self._run, self._backend = runner, backend
-        self._layers = tuple(layers)
+        self._layers, self._are_current = tuple(layers), watch(layers)
         own = [tensor for layer in layers for tensor in layer.tensors]
         own += [layer.bias for layer in layers if layer.bias is not None]
         kept = [pair for pair in zip(program.buffers, self.buffers, strict=True) if pair[0].is_bound]
@@ -120,7 +118,7 @@ class BoundProgram:
 
     def is_whole(self) -> bool:
         """Return whether every buffer and layer is where and what it was: whether a call runs, and does not raise."""
-        return self._found() == self._places and all(map(_IS_CURRENT, self._layers))
+        return self._found() == self._places and self._are_current()
 
     def _found(self) -> tuple[list[int], list[int], list[Any]]:
         return [*map(_ADDRESS, self._tensors)], [*map(_SIZE, self._given)], [*map(_STRIDE, self._given)]

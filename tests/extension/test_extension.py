@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.extension import LayerHandle, Record, attach_record, prove_once, record_of, records_of
+from q4core.extension import LayerHandle, Record, attach_record, prove_once, record_of, records_of, watch
 from tests.support.fakes import FakeBackend
 
 if TYPE_CHECKING:
@@ -94,10 +94,11 @@ def test_a_handle_says_when_the_layer_changed(change: Callable[[q4.Q4Linear], ob
     """Whatever lets the layer run by something else ends the handle; calls do not."""
     layer = layer_of()
     handle = LayerHandle(layer)
+    are_current = watch([LayerHandle(layer_of()), handle])
     layer(torch.randn(2, K))
-    assert handle.is_current
+    assert [handle.is_current, are_current()] == [True, True]
     change(layer)
-    assert not handle.is_current
+    assert [handle.is_current, are_current(), watch([handle])()] == [False, False, False]
 
 
 def test_a_layer_without_a_weight_has_no_handle() -> None:
