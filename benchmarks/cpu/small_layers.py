@@ -12,6 +12,7 @@ import torch
 from benchmarks import record
 from benchmarks.cpu import ours
 from benchmarks.weights import weight_of
+from q4core.extension import LayerHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,7 @@ def measure(*, is_quick: bool = False) -> list[dict[str, Any]]:
     return [_measure(shape, name, rounds, repeats) for shape in _SHAPES for name in _FORMATS]
 
 
-def _kernel(backend: Callable[[], None], meta: Any) -> Callable[[], None]:
+def _kernel(backend: Callable[[], object], meta: Any) -> Callable[[], None]:
     """Return the native call, as the backend's own call makes it, with its arguments fixed."""
     call, stub = meta.call, mock.Mock()
     with mock.patch.object(type(meta), "call", attrs.evolve(call, linear=stub)):
@@ -38,14 +39,14 @@ def _kernel(backend: Callable[[], None], meta: Any) -> Callable[[], None]:
 
 def _measure(shape: tuple[int, int], name: str, rounds: int, repeats: int) -> dict[str, Any]:
     layer = ours.session("int8").linear(weight_of(name, torch.randn(shape)))
-    ready = layer._require_ready()  # noqa: SLF001  # the bare kernel is the yardstick
+    handle = LayerHandle(layer)  # the bare kernel is the yardstick
     x, out = torch.randn(1, shape[1]), torch.empty(1, shape[0])
-    path = ready.plan.segments[0].path.name
-    backend = functools.partial(ready.plan.backend.linear, ready.prepared, x, out, bias=None, path=path)
+    path = handle.segments[0].path.name
+    backend = functools.partial(handle.backend.linear, handle.prepared, x, out, bias=None, path=path)
     with torch.no_grad():
         samples = record.interleaved_us(
             {
-                "kernel": _kernel(backend, ready.prepared.meta),
+                "kernel": _kernel(backend, handle.prepared.meta),
                 "backend": backend,
                 "forward with out=": functools.partial(layer.forward, x, out=out),
                 "forward without out=": functools.partial(layer.forward, x),
