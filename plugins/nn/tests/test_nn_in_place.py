@@ -162,27 +162,98 @@ def test_again_changes_nothing() -> None:
     assert [*model.modules()] == before
 
 
-@torch.no_grad()
-def test_a_layer_in_two_places_stays_one(session: q4.Session) -> None:
-    """A layer that a model has under two names becomes one new layer, under both of them."""
-    layer = nn.Linear(64, 64)
-    model: Any = nn.Sequential(layer, nn.ReLU(), layer, nn.Sequential(layer))
+def _ste(model: nn.Module) -> None:
+    """Let every layer of a model train in four bits, those too that the test wants skipped later."""
     to_ste_(model, "nf4")
-    assert model[0] is model[2] is model[3][0]
-    assert isinstance(model[0], STELinear)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["to_ste_", "convert_linears_", "pack_"])
+def test_a_layer_in_two_places_stays_one(how: str, session: q4.Session) -> None:
+    """A layer that a model has under several names becomes one new layer under all of them, and counts once."""
+    layer = nn.Linear(64, 64)
+    block = nn.Sequential(layer)
+    model: Any = nn.Sequential(layer, nn.ReLU(), layer, block, block)
+    if how == "pack_":
+        _ste(model)
     x = torch.randn(2, 64)
-    expected = model(x)
-    pack_(model, session)
+    before = model(x)
+    table = CONVERSIONS[how](model, session)
     assert model[0] is model[2] is model[3][0]
-    assert isinstance(model[0], q4.Q4Linear)
-    torch.testing.assert_close(model(x), expected)
+    assert model[3] is model[4]
+    assert isinstance(model[0], STELinear if how == "to_ste_" else q4.Q4Linear)
+    assert how != "pack_" or (model(x) - before).abs().max() <= 1e-5
+    assert table.names == ["0", "2", "3.0", "4.0"]
+    assert [row.reason for row in table.rows] == ["", *["the same layer as 0"] * 3]
+    assert sum(row.bytes_before for row in table.rows) == 64 * 64 * 4
+    assert len(session.report().layers) == (0 if how == "to_ste_" else 1)
 
 
-@pytest.mark.parametrize("wrong", [nn.Linear(8, 8), nn.GRU(8, 8), "x"])
-def test_what_can_not_replace_itself_is_refused(wrong: Any) -> None:
-    """A layer itself, and what is no module, are a typed error of ``to_ste_``."""
-    with pytest.raises(q4.InputError, match="must be a module that contains"):
-        to_ste_(wrong, "nf4")
+class _Wrapping(nn.Linear):
+    """A linear layer with another one inside, which it uses in its own way."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(64, 64)
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the inner layer's product, doubled."""
+        y: torch.Tensor = 2 * self.inner(x)
+        return y
+
+
+@pytest.mark.parametrize("how", ["to_ste_", "convert_linears_", "pack_"])
+def test_a_layer_that_is_left_is_left_under_each_of_its_names(how: str, session: q4.Session) -> None:
+    """What holds for a layer under one name, here that it is part of another one, holds under all."""
+    layer: nn.Module = STELinear(64, 64, format="nf4") if how == "pack_" else nn.Linear(64, 64)
+    plain: nn.Module = STELinear(64, 64, format="nf4") if how == "pack_" else nn.Linear(64, 64)
+    model: Any = nn.ModuleDict({"own": layer, "wrapped": _Wrapping(layer), "plain": plain})
+    table = CONVERSIONS[how](model, session)
+    reasons = {row.name: row.reason for row in table.rows}
+    assert table.names == ["plain"]
+    assert reasons["own"] == reasons["wrapped.inner"] == "it is a part of wrapped, which may use it in its own way"
+    assert model["own"] is model["wrapped"].inner is layer
+
+
+@pytest.mark.parametrize("how", ["to_ste_", "convert_linears_"])
+@pytest.mark.parametrize("pattern", ["a", "b", "list.0", "again.*"])
+def test_a_skipped_layer_stays_under_each_of_its_names(how: str, pattern: str, session: q4.Session) -> None:
+    """A layer that is skipped by one of its names, whichever, is not replaced by way of another."""
+    layer = nn.Linear(64, 64)
+    model: Any = nn.ModuleDict({"a": layer, "b": layer, "list": nn.ModuleList([layer, nn.Linear(64, 64)])})
+    model["again"] = nn.ModuleList([layer])
+    if how == "to_ste_":
+        table = to_ste_(model, "nf4", skip=[pattern])
+    else:
+        table = convert_linears_(model, format="nf4", skip=[pattern], session=session)
+    assert table.names == ["list.1"]
+    assert {row.reason for row in table.rows} == {"", f"matches {pattern!r}"}
+    assert model["a"] is model["b"] is model["list"][0] is model["again"][0] is layer
+
+
+def test_pack_lists_what_it_has_nothing_to_pack_of(session: q4.Session) -> None:
+    """Where no layer trained in four bits, the table says so of each, as for the other conversions."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Conv2d(8, 8, 3), nn.LSTM(8, 8))
+    before = [*model.modules()]
+    table = pack_(model, session)
+    assert table.names == []
+    assert [row.name for row in table.rows] == ["0", "1", "2"]
+    assert all("did not train in four bits" in row.reason for row in table.rows)
+    assert [*model.modules()] == before
+
+
+@pytest.mark.parametrize("how", ["to_ste_", "convert_linears_", "pack_"])
+def test_a_model_without_layers_gives_an_empty_table(how: str, session: q4.Session) -> None:
+    """Where there is nothing to convert, each conversion returns a table without rows."""
+    assert CONVERSIONS[how](nn.Sequential(nn.ReLU()), session).rows == ()
+
+
+@pytest.mark.parametrize("how", ["to_ste_", "convert_linears_", "pack_"])
+@pytest.mark.parametrize("wrong", [nn.Linear(8, 8), STELinear(8, 8), "x"])
+def test_what_can_not_replace_itself_is_refused(how: str, wrong: Any, session: q4.Session) -> None:
+    """A layer itself, and what is no module, are a typed error of each conversion."""
+    with pytest.raises(q4.InputError, match=f"{how}.*must be a module that contains"):
+        CONVERSIONS[how](wrong, session)
 
 
 def _strict(model: nn.Module, session: q4.Session) -> ConversionTable:
@@ -308,12 +379,3 @@ def test_layers_whose_weight_is_read_are_left_alone(convert: Any) -> None:
     assert reasons == {"0.read": "its weight is read by _Reader.forward", "0.called": "", "1": ""}
     assert type(model[0].read) is nn.Linear
     assert model(x).shape == (3, 2)
-
-
-def test_a_skipped_layer_stays_under_each_of_its_names() -> None:
-    """A layer that is skipped by one name is not replaced by way of another."""
-    model: Any = nn.ModuleDict({"a": nn.Linear(64, 64)})
-    model["list"] = nn.ModuleList([model["a"], nn.Linear(64, 64)])
-    table = to_ste_(model, "nf4", skip=["a"])
-    assert table.names == ["list.1"]
-    assert type(model["a"]) is type(model["list"][0]) is nn.Linear

@@ -162,9 +162,9 @@ def test_whole_models_train_and_pack() -> None:
 
 
 def test_refusals() -> None:
-    """Nothing to pack, unknown names and formats, and layers that have no 4-bit form are refused; nothing changes."""
-    with pytest.raises(q4.InputError, match="to_ste_ makes them"):
-        pack_(nn.Sequential(nn.Linear(4, 4)))
+    """A layer itself, unknown names and formats, and layers that have no 4-bit form are refused; nothing changes."""
+    with pytest.raises(q4.InputError, match="Put a single layer into"):
+        pack_(nn.Linear(4, 4))
     with pytest.raises(q4.ConfigError, match="skip must be names and patterns that each match a layer"):
         to_ste_(nn.Sequential(nn.Linear(4, 4)), skip=("head",))
     with pytest.raises(q4.FormatError, match="nvfp5"):

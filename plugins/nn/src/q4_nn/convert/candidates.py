@@ -24,6 +24,7 @@ __all__ = [
     "avoid_fast_path_",
     "find_candidates",
     "reasons_against",
+    "reasons_by_layer",
     "replace_layers_",
     "skipped_by_caller",
 ]
@@ -70,7 +71,8 @@ def skipped_by_caller(
 def _check_patterns(what: str, patterns: Sequence[str], names: Sequence[str], model: nn.Module) -> None:
     """Refuse a pattern that matches nothing: where it is a typo, what it was meant for would be converted."""
     holders = {name[:cut] for name in names for cut in range(len(name)) if name[cut] == "."}
-    others = [name for name, _ in model.named_modules() if name and name not in holders]
+    named = model.named_modules(remove_duplicate=False)
+    others = [name for name, _ in named if name and name not in holders]
     for pattern in patterns:
         if any(_matches(name, pattern) for name in (*names, *others)):
             continue
@@ -88,17 +90,29 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def find_candidates(model: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Linear,)) -> list[Candidate]:
-    """Return the layers of a model that are of some classes, subclasses too, in its own order."""
+    """Return the layers of a model that are of some classes, subclasses too, in its order, under all their names."""
     found: dict[str, Candidate] = {}
     reads = weight_reads(model)
-    for parent_name, parent in model.named_modules():
-        for attribute, child in parent.named_children():
-            kind = next((kind for kind in kinds if isinstance(child, kind)), None)
-            if kind is not None:
-                name = f"{parent_name}.{attribute}" if parent_name else attribute
-                inside = next((other for other in found if name.startswith(f"{other}.")), None)
-                found[name] = Candidate(name, parent, child, kind, inside, reads.get(name))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, layer in modules.items():
+        kind = next((kind for kind in kinds if isinstance(layer, kind)), None)
+        if name and kind is not None:
+            parent = modules[name.rpartition(".")[0]]
+            inside = next((other for other in found if name.startswith(f"{other}.")), None)
+            found[name] = Candidate(name, parent, layer, kind, inside, reads.get(name))
     return list(found.values())
+
+
+def reasons_by_layer(
+    candidates: Sequence[Candidate], reason_of: Callable[[Candidate], str | None]
+) -> dict[nn.Module, str]:
+    """Return why layers are left as they are; what holds under one of a layer's names holds under all."""
+    found: dict[nn.Module, str] = {}
+    for candidate in candidates:
+        reason = reason_of(candidate)
+        if reason is not None:
+            found.setdefault(candidate.layer, reason)
+    return found
 
 
 def reasons_against(candidate: Candidate, shared: Mapping[int, list[str]] | None) -> Iterator[str]:

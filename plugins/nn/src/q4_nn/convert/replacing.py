@@ -8,8 +8,14 @@ import attrs
 import torch
 from torch import nn
 
-from q4_nn.convert.candidates import find_candidates, reasons_against, replace_layers_, skipped_by_caller
-from q4_nn.convert.table import ConversionTable, row_of
+from q4_nn.convert.candidates import (
+    find_candidates,
+    reasons_against,
+    reasons_by_layer,
+    replace_layers_,
+    skipped_by_caller,
+)
+from q4_nn.convert.table import Conversion, ConversionTable, row_of, table_of
 from q4_nn.registry.layer_type import keep_options
 from q4_nn.training.quantising import named_format
 from q4core import (
@@ -85,15 +91,19 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
     candidates = find_candidates(model)
     chosen = skipped_by_caller("convert_linears_", skip, model, candidates)
     shared = _shared_parameters(model)
-    reasons = [chosen.get(item.name) or next(reasons_against(item, shared), None) for item in candidates]
+    reasons = reasons_by_layer(
+        candidates, lambda item: chosen.get(item.name) or next(reasons_against(item, shared), None)
+    )
     layers: list[Any] = [item.layer for item in candidates]
-    left = [layer for layer, reason in zip(layers, reasons, strict=True) if reason is None]
-    _check_call(owner, format, block_size, left)
-    rows, made = [], {}
-    for candidate, layer, reason in zip(candidates, layers, reasons, strict=True):
-        name = candidate.name
+    _check_call(owner, format, block_size, [layer for layer in layers if layer not in reasons])
+    rows: dict[nn.Module, Conversion] = {}
+    made: dict[nn.Module, nn.Module] = {}
+    for candidate, layer in zip(candidates, layers, strict=True):
+        name, reason = candidate.name, reasons.get(layer)
+        if layer in rows:
+            continue
         if reason is not None:
-            rows.append(row_of(name, layer, "skipped", reason))
+            rows[layer] = row_of(name, layer, "skipped", reason)
             continue
         try:
             weight = quantize(layer.weight.detach(), format, block_size=block_size, name=name)
@@ -101,22 +111,20 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
         except Q4Error as error:
             if strict:
                 raise
-            rows.append(row_of(name, layer, "failed", str(error)))
+            rows[layer] = row_of(name, layer, "failed", str(error))
             continue
         made[layer] = keep_options(layer, replacement.train(layer.training))
         dense = layer.weight.detach().to(torch.float32)
         error_norm = float(torch.linalg.vector_norm(dense - dequantize(weight, torch.float32)))
         norm = float(torch.linalg.vector_norm(dense))
-        rows.append(
-            row_of(
-                *(name, layer, "converted"),
-                bytes_after=weight.nbytes,
-                relative_error=error_norm / norm if norm else 0.0,
-                backend=replacement.diagnostics().backend,
-            )
+        rows[layer] = row_of(
+            *(name, layer, "converted"),
+            bytes_after=weight.nbytes,
+            relative_error=error_norm / norm if norm else 0.0,
+            backend=replacement.diagnostics().backend,
         )
     replace_layers_(model, made)
-    return ConversionTable(rows)
+    return table_of(((item.name, item.layer) for item in candidates), rows)
 
 
 def _check_call(
@@ -153,7 +161,9 @@ def _check_call(
 
 
 def _shared_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of each parameter that several modules have; a module under several names counts once."""
     owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
+    for holder, module in model.named_modules():
+        for name, parameter in module.named_parameters(holder, recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(name)
     return {key: names for key, names in owners.items() if len(names) > 1}

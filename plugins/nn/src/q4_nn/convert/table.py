@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch import nn
 
-__all__ = ["Conversion", "ConversionTable", "row_of"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = ["Conversion", "ConversionTable", "row_of", "table_of"]
 
 _GATES = {"LSTM": 4, "GRU": 3}
 _UNSIZED = nn.UninitializedParameter
@@ -21,9 +24,9 @@ class Conversion:
     Args:
         name: Its name in the model.
         action: ``converted``, ``skipped`` or ``failed``.
-        reason: Why it was skipped or failed; empty when converted.
+        reason: Why it was skipped or failed, or as which layer it was converted under another name; else empty.
         shape: (N, K); of a recurrent layer, of its first matrix.
-        bytes_before: Bytes of the dense weight.
+        bytes_before: Bytes of the dense weight; 0 under a further name of a layer, as it is there once.
         bytes_after: Bytes of the weight now; ``bytes_before`` unless it was packed.
         relative_error: Frobenius norm of the quantisation error over that of the weight; None unless
             ``convert_linears_`` made it.
@@ -67,8 +70,8 @@ class ConversionTable:
         for row in self.rows:
             size = f"{row.shape[0]}×{row.shape[1]}"
             if row.action == "converted":
-                tail = f"{row.bytes_before:>12,} → {row.bytes_after:>11,} B"
-                if row.relative_error is not None:
+                tail = row.reason or f"{row.bytes_before:>12,} → {row.bytes_after:>11,} B"
+                if row.relative_error is not None and not row.reason:
                     tail += f"  error {row.relative_error:.4f}  {row.backend}"
             else:
                 tail = row.reason
@@ -77,6 +80,17 @@ class ConversionTable:
         after = sum(row.bytes_after for row in self.rows)
         lines.append(f"{len(self.converted)} of {len(self.rows)} converted, {before:,} → {after:,} bytes")
         return "\n".join(lines)
+
+
+def table_of(named: Iterable[tuple[str, nn.Module]], rows: Mapping[nn.Module, Conversion]) -> ConversionTable:
+    """Return a table of layers by all their names, from the row of each under its first one."""
+    found = []
+    for name, layer in named:
+        first = rows[layer]
+        reason = first.reason or f"the same layer as {first.name}"
+        again = attrs.evolve(first, name=name, reason=reason, bytes_before=0, bytes_after=0)
+        found.append(first if name == first.name else again)
+    return ConversionTable(found)
 
 
 def row_of(name: str, layer: nn.Module, action: str, reason: str = "", **found: Any) -> Conversion:

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from q4_nn.convert.candidates import find_candidates, reasons_against, replace_layers_, skipped_by_caller
-from q4_nn.convert.table import ConversionTable, row_of
+from q4_nn.convert.candidates import (
+    find_candidates,
+    reasons_against,
+    reasons_by_layer,
+    replace_layers_,
+    skipped_by_caller,
+)
+from q4_nn.convert.table import Conversion, ConversionTable, row_of, table_of
 from q4_nn.registry.layer_type import keep_options
 from q4_nn.training.quantising import check_master, named_format, quantize_packed
 from q4_nn.training.straight_through import ste_weight
@@ -20,11 +26,12 @@ from q4core import ConfigError, InputError, Q4Error
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from q4_nn.convert.candidates import Candidate
     from q4core import Format, PackedWeight
 
-__all__ = ["STEConv2d", "STELinear", "STERecurrent", "pack_matrix", "ste_matrix", "to_ste_"]
+__all__ = ["DENSE_KINDS", "STEConv2d", "STELinear", "STERecurrent", "pack_matrix", "ste_matrix", "to_ste_"]
 
-_KINDS = (nn.Linear, nn.Conv2d, nn.RNN, nn.LSTM, nn.GRU)
+DENSE_KINDS = (nn.Linear, nn.Conv2d, nn.RNN, nn.LSTM, nn.GRU)
 
 
 def filled(master: torch.Tensor, kind: Format) -> torch.Tensor:
@@ -183,31 +190,37 @@ def to_ste_(
         FormatError: There is no such format.
     """
     named_format(format)
-    if isinstance(model, _KINDS) or not isinstance(model, nn.Module):
+    if isinstance(model, DENSE_KINDS) or not isinstance(model, nn.Module):
         rule, value = "a module that contains linear, convolution or recurrent layers", type(model).__name__
         hint = "STELinear, STEConv2d and STERecurrent make a single layer."
         raise InputError("to_ste_", name="model", rule=rule, value=value, hint=hint)
-    candidates = find_candidates(model, _KINDS)
+    candidates = find_candidates(model, DENSE_KINDS)
     chosen = skipped_by_caller("to_ste_", skip, model, candidates)
-    skipped = {item.layer: chosen[item.name] for item in candidates if item.name in chosen}  # by any name
-    rows, made = [], {}
+    reasons = reasons_by_layer(candidates, lambda item: chosen.get(item.name) or _reason_against(item))
+    rows: dict[nn.Module, Conversion] = {}
+    made: dict[nn.Module, nn.Module] = {}
     for candidate in candidates:
         name, layer = candidate.name, candidate.layer
-        reason = skipped.get(layer)
-        if isinstance(layer, (STELinear, STEConv2d)) or isinstance(candidate.parent, STERecurrent):
-            reason = "it trains in four bits already"
-        reason = reason or next(reasons_against(candidate, None), None)
-        if reason is not None:
-            rows.append(row_of(name, layer, "skipped", reason))
+        if layer in rows:
+            continue
+        if layer in reasons:
+            rows[layer] = row_of(name, layer, "skipped", reasons[layer])
             continue
         try:
             made[layer] = keep_options(layer, _ste_of(layer, format), format=format)
         except Q4Error as error:
-            rows.append(row_of(name, layer, "failed", str(error)))
+            rows[layer] = row_of(name, layer, "failed", str(error))
             continue
-        rows.append(row_of(name, layer, "converted"))
+        rows[layer] = row_of(name, layer, "converted")
     replace_layers_(model, made)
-    return ConversionTable(rows)
+    return table_of(((item.name, item.layer) for item in candidates), rows)
+
+
+def _reason_against(candidate: Candidate) -> str | None:
+    """Return why a layer is left as it is, or None."""
+    if isinstance(candidate.layer, (STELinear, STEConv2d)) or isinstance(candidate.parent, STERecurrent):
+        return "it trains in four bits already"
+    return next(reasons_against(candidate, None), None)
 
 
 def _ste_of(module: nn.Module, kind: str) -> nn.Module:

@@ -8,12 +8,19 @@ import attrs
 from torch import nn
 
 from q4_nn.blocks.packed import FilledLinear, Q4Conv2d, Q4Recurrent
-from q4_nn.convert.candidates import additions, avoid_fast_path_, find_candidates, reasons_against, replace_layers_
-from q4_nn.convert.table import ConversionTable, row_of
+from q4_nn.convert.candidates import (
+    additions,
+    avoid_fast_path_,
+    find_candidates,
+    reasons_against,
+    reasons_by_layer,
+    replace_layers_,
+)
+from q4_nn.convert.table import Conversion, ConversionTable, row_of, table_of
 from q4_nn.models.place import Part, place_linears_
 from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder
 from q4_nn.registry.layer_type import keep_options
-from q4_nn.training.layers import STEConv2d, STELinear, STERecurrent, pack_matrix
+from q4_nn.training.layers import DENSE_KINDS, STEConv2d, STELinear, STERecurrent, pack_matrix
 from q4core import InputError, default_session
 
 if TYPE_CHECKING:
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["pack_", "place_packed_"]
 
+_KINDS = (STELinear, STEConv2d, STERecurrent)
+
 
 def pack_(model: nn.Module, session: Session | None = None) -> ConversionTable:
     """Replace every straight-through layer of a model by a packed one, in place.
@@ -31,7 +40,8 @@ def pack_(model: nn.Module, session: Session | None = None) -> ConversionTable:
     A packed layer holds the very bytes that the last forward pass dequantised. Masters are given back; what else the
     model has (norms, biases, embeddings) stays. Layers that share their x are joined where their format allows. A layer
     goes on in four bits over its master, with the reason in the table, where hooks, a forward of its own,
-    parametrizations or what a subclass adds would be lost. After an error the model is as it was.
+    parametrizations or what a subclass adds would be lost. The table lists dense layers too, which did not train in
+    four bits; a model that has no others is left as it is. After an error the model is as it was.
 
     Args:
         model: A module that contains ``STELinear``, ``STEConv2d`` or ``STERecurrent`` layers.
@@ -41,31 +51,35 @@ def pack_(model: nn.Module, session: Session | None = None) -> ConversionTable:
         A table of what was done; its ``names`` are those of the layers that were packed.
 
     Raises:
-        InputError: The model contains no such layer, or a master holds NaN or infinity.
+        InputError: ``model`` is no module, or such a layer itself, which can't replace itself; or a master holds NaN or
+            infinity.
         BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve a layer.
     """
-    owner = default_session() if session is None else session
-    candidates = find_candidates(model, (STELinear, STEConv2d, STERecurrent))
-    if not candidates:
+    if isinstance(model, (*_KINDS, *DENSE_KINDS)) or not isinstance(model, nn.Module):
         rule = "a module that contains STELinear, STEConv2d or STERecurrent layers"
-        hint = "to_ste_ makes them; convert_linears_ packs nn.Linear layers that were trained without."
+        hint = "Put a single layer into an nn.Sequential; convert_linears_ packs layers that were trained without."
         raise InputError("pack_", name="model", rule=rule, value=type(model).__name__, hint=hint)
+    owner = default_session() if session is None else session
+    found = find_candidates(model, (*_KINDS, *DENSE_KINDS))
+    candidates = [item for item in found if not isinstance(item.parent, STERecurrent)]  # whose part is its own
+    reasons = reasons_by_layer(candidates, lambda item: next(_reasons_against(item), None))
     weights: dict[str, PackedWeight] = {}
     names: dict[nn.Module, str] = {}  # of each layer the first one
-    rows = []
+    rows: dict[nn.Module, Conversion] = {}
     for candidate in candidates:  # all of them, before the first is replaced
         name, module = candidate.name, candidate.layer
-        reason = next(_reasons_against(candidate), None)
-        if reason is not None:
-            rows.append(row_of(name, module, "skipped", reason))
+        if module in rows:
             continue
-        packed = {} if module in names else _packed(name, module)
-        names.setdefault(module, name)
+        if module in reasons:
+            rows[module] = row_of(name, module, "skipped", reasons[module])
+            continue
+        packed = _packed(name, module)
+        names[module] = name
         weights |= packed
-        rows.append(row_of(name, module, "converted", bytes_after=sum(item.nbytes for item in packed.values())))
+        rows[module] = row_of(name, module, "converted", bytes_after=sum(item.nbytes for item in packed.values()))
     place_packed_(model, weights, owner)
     replace_layers_(model, {module: made for module, name in names.items() if (made := _at(model, name)) is not None})
-    return ConversionTable(rows)
+    return table_of(((item.name, item.layer) for item in candidates), rows)
 
 
 def _packed(name: str, module: Any) -> dict[str, PackedWeight]:
@@ -87,6 +101,9 @@ def _at(model: nn.Module, name: str) -> nn.Module | None:
 
 def _reasons_against(candidate: Candidate) -> Iterator[str]:
     """Yield why a layer can't be packed without a loss."""
+    if not isinstance(candidate.layer, _KINDS):
+        yield "it did not train in four bits: to_ste_ lets it, and convert_linears_ packs linear layers as they are"
+        return
     if not isinstance(candidate.layer, STERecurrent):
         yield from reasons_against(attrs.evolve(candidate, read=None), None)  # a read was of the master, to train it
         return
