@@ -13,6 +13,7 @@ from torch.nn import functional
 import q4core as q4
 from q4_nn import STELinear, convert_linears_, pack_, to_ste_
 from q4_nn.convert.reads import weight_reads
+from q4_nn.convert.source import FACTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,6 +107,12 @@ def test_a_penalty_still_trains() -> None:
     assert isinstance(inner.fc, STELinear)
     inner.penalty().backward()
     assert inner.fc.weight.grad is not None
+
+
+@pytest.mark.parametrize("fact", sorted(FACTS))
+def test_a_packed_weight_answers_each_fact(fact: str) -> None:
+    """What counts as a fact, and so leaves no layer dense, is answered by the packed layer."""
+    assert hasattr(q4.Q4Linear(q4.quantize(torch.ones(4, 64), "nf4")).weight, fact)
 
 
 # -- what does

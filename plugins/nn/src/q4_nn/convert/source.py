@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from q4_nn.convert.expressions import Path
 
-__all__ = ["SUPER", "Call", "Condition", "Found", "Scan", "parameters_of", "scan"]
+__all__ = ["FACTS", "SUPER", "Call", "Condition", "Found", "Scan", "parameters_of", "scan"]
 
-_FACTS = {
+FACTS = {
     "shape", "dtype", "device", "size", "dim", "ndim", "numel", "nelement", "element_size", "is_cuda", "is_meta",
     "is_floating_point", "requires_grad", "requires_grad_",
 }  # fmt: skip
@@ -297,7 +297,7 @@ class _Visitor(ast.NodeVisitor):
                 layer = layer_of(path)
             if layer is not None:
                 is_weight = True
-                if node.attr not in _FACTS:  # weight.div_, weight.data, layer.weight
+                if node.attr not in FACTS:  # weight.div_, weight.data, layer.weight
                     self._note(layer, is_change=node.attr.endswith("_"))
         if is_weight:
             self._bind_inside(node.value)
