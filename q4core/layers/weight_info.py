@@ -58,6 +58,8 @@ class WeightInfo:
 
     def __getattr__(self, name: str) -> Any:
         """Return a tensor of the packed weight, or what ``dense_for`` has under a name of ``torch.Tensor``."""
+        if name == "spec":  # of one that torch.compile made without its fields
+            raise AttributeError(name)
         if self.spec is not None and name in self.spec.fields:
             return getattr(self.read(), name)
         if hasattr(torch.Tensor, name):

@@ -84,3 +84,13 @@ def test_a_layer_without_a_weight_says_so() -> None:
     """A layer that waits for its weight has none to read either."""
     with pytest.raises(q4.PackedWeightError, match="got 'no weight yet'"):
         functional.linear(X, q4.Q4Linear.empty(N, K).weight)  # type: ignore[arg-type]  # on purpose
+
+
+def test_facts_are_answered_in_compiled_code() -> None:
+    """Code that asks for the weight's dtype compiles."""
+    layer = q4.Q4Linear(q4.quantize(torch.ones(N, K), "nf4"))
+
+    def product(x: torch.Tensor) -> Any:
+        return layer(x.to(layer.weight.dtype)) * layer.weight.shape[0]
+
+    assert torch.equal(torch.compile(product, backend="eager")(X), product(X))
