@@ -131,6 +131,27 @@ def test_a_packed_weight_that_is_changed_is_refused(tmp_path: Path) -> None:
     assert "rwkv.blocks.0.attention.output" in {problem.key for problem in caught.value.problems}
 
 
+class _Clipped(transformers.LlamaForCausalLM):
+    """A model with a method for its training alone."""
+
+    def clip(self) -> None:
+        """Limit a weight, between two steps of an optimizer."""
+        self.model.layers[0].mlp.up_proj.weight.clamp_(-1, 1)
+
+
+def test_a_change_that_no_pass_makes_refuses_nothing(tmp_path: Path) -> None:
+    """A packed checkpoint loads though a method changes a weight in training; to call that is a typed error."""
+    config = transformers.LlamaConfig(**TINY, num_attention_heads=4, intermediate_size=128)
+    torch.manual_seed(0)
+    dense = _Clipped(config).eval()
+    _save_packed(dense, tmp_path)
+    ours = _Clipped.from_pretrained(tmp_path, quantization_config=Q4Config(**EXACT), dtype=torch.float32).eval()
+    assert isinstance(ours.model.layers[0].mlp.up_proj, HfLinear)
+    assert _error(_logits(ours, TEXT), _logits(dense, TEXT)) <= 1e-4
+    with pytest.raises(q4.Q4Error, match=r"mlp\.up_proj.*clamp_"):
+        ours.clip()
+
+
 @pytest.mark.parametrize(
     "read",
     [
