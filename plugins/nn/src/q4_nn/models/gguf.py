@@ -61,8 +61,9 @@ _IDLE = frozenset(
     }
 )
 """Keys that change nothing that is computed."""
+_NOT_SERVED = ("expert_count", "attn_logit_softcapping", "final_logit_softcapping")
 _PLAIN = {
-    **dict.fromkeys(("expert_count", "attn_logit_softcapping", "final_logit_softcapping"), 0.0),
+    **dict.fromkeys(_NOT_SERVED, 0.0),
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "nextn_predict_layers"), 0.0),
     **dict.fromkeys(("attention.shared_kv_layers", "embedding_length_per_layer_input", "n_deepstack_layers"), 0.0),
     **dict.fromkeys(("logit_scale", "residual_scale"), 1.0),
@@ -218,7 +219,9 @@ def _require(metadata: Metadata, plain: Mapping[str, float]) -> None:
     """Refuse each key that says another number than the one at which it changes nothing."""
     for key, number in plain.items():
         if (value := metadata.number(key, above=-1e9, default=number)) != number:
-            metadata.fail(key, f"{number:g}, as nothing else is computed here", value)
+            is_known = key.rpartition(".")[2] in _NOT_SERVED
+            why = "no mixture of experts is served, nor capped logits" if is_known else "nothing else is computed here"
+            metadata.fail(key, f"{number:g}, as {why}", value)
 
 
 def _factors(checkpoint: Checkpoint, metadata: Metadata, name: str, turned: int) -> torch.Tensor:
