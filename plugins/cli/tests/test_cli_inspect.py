@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import q4core as q4
 from q4_cli.app import run
@@ -75,6 +75,15 @@ def test_layers_that_nothing_reads_are_named(command: str, tmp_path: Path, capsy
     for told in (error["message"], capsys.readouterr().err):
         assert "2 layers (blk.0.attn_q, blk.1.attn_q) must be of a ggml type that dialect gguf reads" in told
         assert "got 'Q4_K'" in told
+
+
+@pytest.mark.parametrize("command", ["inspect", "explain"])
+def test_a_dense_file_says_what_packs_it(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where all tensors are dense there is nothing to run, which is no fault, and the way to pack them is named."""
+    save_file({"a.weight": torch.ones(64, 64)}, tmp_path / "dense.safetensors")
+    assert "no 4-bit layer; `q4 quantize IN OUT --format nf4` packs" in say(
+        capsys, command, tmp_path / "dense.safetensors"
+    )
 
 
 def test_dense_totals_count_by_dtype() -> None:

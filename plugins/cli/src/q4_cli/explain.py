@@ -13,7 +13,7 @@ import q4core as q4
 from q4_cli import options
 from q4_cli.failure import CANT_SERVE, describe
 from q4_cli.files import open_file
-from q4_cli.output import natural_key, open_output, say, say_path, say_unread, unread_types
+from q4_cli.output import NO_LAYER, natural_key, open_output, say, say_path, say_unread, unread_types
 from q4core.plugin_api import counted, emit, emit_selection
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _show(console: Console, record: Mapping[str, Any], *, show_all: bool) -> Non
         _show_group(console, group)
     unread = say_unread(console, record["unsupported"])
     refused = sum(1 for layer in layers if layer["backend"] is None)
-    total = counted(len(layers), "packed layer") if layers else "no 4-bit layer"
+    total = counted(len(layers), "packed layer") if layers else "no layer that can be read" if unread else NO_LAYER
     end = f", {refused} of them without a backend" if refused else ""
     end += f"; {unread}" if unread else ""
     say(console, (f"{total}{end}", "bold red" if end else "bold"))

@@ -74,7 +74,7 @@ class Target:
         if existed and not is_folder and not path.is_file():
             refuse("a file or a folder", "something else")
         if existed and not force and (not is_folder or any(path.iterdir())):
-            refuse("new", "something that is there", "Use --force to replace it.")
+            refuse("new", "an existing path", "Use --force to replace it.")
         if existed and any(path.samefile(item) for item in (source, source.parent if is_folder else source)):
             refuse("another one than IN", "the same", "Write beside it, then move it.")
         return cls(path, is_folder, existed)

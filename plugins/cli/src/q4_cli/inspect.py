@@ -11,6 +11,7 @@ from q4_cli import options  # noqa: TC001  # typer reads annotations at run time
 from q4_cli.failure import BAD_INPUT, describe
 from q4_cli.files import open_file
 from q4_cli.output import (
+    NO_LAYER,
     bytes_text,
     first_of,
     natural_key,
@@ -173,7 +174,7 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
         say(console, (f"note: {note} ({first_of(names)})", "yellow"))
     unread = say_unread(console, record["unsupported"])
     totals = record["totals"]
-    text = "no layer that can be read" if unread else "no 4-bit layer"
+    text = "no layer that can be read" if unread else NO_LAYER
     if layers:
         bits = totals["bits_per_weight"]
         size = f"{bytes_text(totals['packed_bytes'])}{'' if bits is None else f', {bits:.2f} bits each'}"

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     """A text, or a text and its style."""
 
 __all__ = [
+    "NO_LAYER",
     "Output",
     "bytes_text",
     "clean",
@@ -117,6 +118,10 @@ def say_first(console: Console, lines: Sequence[str], *, label: str, style: str 
         say(console, (line, style), label=(label, style))
     if len(lines) > _MOST_LINES:
         say(console, f"… and {len(lines) - _MOST_LINES:,} more; --json lists all", label=(label, style))
+
+
+NO_LAYER = "no 4-bit layer; `q4 quantize IN OUT --format nf4` packs a dense checkpoint"
+"""What ``inspect`` and ``explain`` say of a file whose tensors are all dense."""
 
 
 def say_unread(console: Console, problems: Sequence[Mapping[str, Any]]) -> str | None:
