@@ -214,7 +214,7 @@ def test_what_only_the_modules_serve(tiny_llama: Path) -> None:
 
     def reason(model: LanguageModel, cache: KVCache) -> str:
         assert decoding_program(model.decoder, cache) is None
-        return model.session.report().section("programs")[0].reasons[0]
+        return str(model.session.report().section("programs")[0].reasons[0])
 
     class Odd(torch.nn.Linear):
         """Of which nobody knows what it computes."""
