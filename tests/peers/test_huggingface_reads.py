@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import q4_transformers
 import q4core as q4
+from q4_nn.convert import reach
 from q4_nn.convert.reads import weight_reads
 from q4_transformers import HfLinear, Q4Config
 
@@ -129,6 +130,13 @@ def test_a_packed_weight_that_is_changed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(q4.SchemaError, match=r"RwkvModel\._rescale_layers") as caught:
         type(dense).from_pretrained(tmp_path, quantization_config=Q4Config(**EXACT))
     assert "rwkv.blocks.0.attention.output" in {problem.key for problem in caught.value.problems}
+
+
+def test_what_transformers_has_for_every_model_is_not_searched() -> None:
+    """Saving, tying and generation read no layer's weight in a pass, and would take most of the search's time."""
+    methods = reach._methods(transformers.LlamaForCausalLM)
+    assert {"__init__", "forward"} <= methods.keys()
+    assert not {"generate", "save_pretrained", "tie_weights"} & methods.keys()
 
 
 class _Clipped(transformers.LlamaForCausalLM):

@@ -30,6 +30,7 @@ _NO_PASS = re.compile(
     r"|_?tie_\w+|_?(un)?freeze\w*|[gs]et_(in|out)put_embeddings"
 )
 """Names of methods that make, freeze, tie or resize a model, and are no part of a pass."""
+_OF_TRANSFORMERS = ("PreTrainedModel", "GenerationMixin")
 _CALL = (ast.Name("call"), True)
 """A condition that a call decides."""
 
@@ -69,10 +70,10 @@ def _methods(kind: Any) -> dict[str, list[_Method]]:
     """Return the definitions of each method and property, the nearest first.
 
     torch's own classes are left out: their fast paths are avoided, and ``nn.MultiheadAttention`` marks what it reads.
-    So are transformers' ``PreTrainedModel`` and what it derives from, which resize, tie and save.
+    So are transformers' ``PreTrainedModel``, which resizes, ties and saves, and ``GenerationMixin``, with their bases.
     """
     found: dict[str, list[_Method]] = {}
-    hidden = next((owner.__mro__ for owner in kind.__mro__ if owner.__name__ == "PreTrainedModel"), ())
+    hidden = {base for owner in kind.__mro__ if owner.__name__ in _OF_TRANSFORMERS for base in owner.__mro__}
     for position, owner in enumerate(kind.__mro__):
         if owner in hidden or owner is object or owner.__module__.startswith("torch."):
             continue
