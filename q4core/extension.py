@@ -109,7 +109,7 @@ def watch(handles: Iterable[LayerHandle]) -> Callable[[], bool]:
     """Return a function that says whether all handles are current: for calls of microseconds over many layers."""
     known = [*handles]
     layers = [handle.layer for handle in known]
-    contents = [*map(_CONTENT, layers)] if all(handle.is_current for handle in known) else []
+    contents = [handle._content for handle in known]  # noqa: SLF001  # of this module
     parameters, biases = [layer._parameters for layer in layers], [handle.bias for handle in known]  # noqa: SLF001  # as above
 
     def are_current() -> bool:
