@@ -4,7 +4,6 @@ The names below are the public contract; plugins and the conformance kit use not
 touches no device and no network.
 """
 
-import sys
 from typing import TYPE_CHECKING
 
 from q4core import errors, memory, programs, spikes
@@ -79,6 +78,7 @@ from q4core.layers.linear import Q4Linear
 from q4core.layers.weight_info import WeightInfo
 from q4core.machine import MachineFacts, machine_facts
 from q4core.memory import MemoryDecision, MemoryProvider
+from q4core.moved import getattr_of
 from q4core.plugins.discovery import PluginRecord
 from q4core.plugins.hooks import hookimpl
 from q4core.plugins.registry import Registry, default_registry, reset_registry
@@ -130,15 +130,7 @@ _MOVED = {
 """Names that were the core's → the package that has them now, under the same name."""
 
 if not TYPE_CHECKING:  # for a checker, a name that is not here stays an error
-
-    def __getattr__(name: str) -> object:
-        """Say where a name that moved is now."""
-        package = _MOVED.get(name)
-        if package is None:
-            message = f"module 'q4core' has no attribute {name!r}"
-        else:
-            message = f"q4core.{name} moved: pip install {package.replace('_', '-')}, then from {package} import {name}"
-        raise AttributeError(message, name=name, obj=sys.modules[__name__])
+    __getattr__ = getattr_of(__name__, _MOVED)
 
 
 __all__ = [

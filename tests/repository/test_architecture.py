@@ -28,6 +28,7 @@ PUBLIC_MODULES = {
     "q4core",
     "q4core.extension",
     "q4core.memory",
+    "q4core.moved",
     "q4core.plugin_api",
     "q4core.programs",
     "q4core.spikes",
