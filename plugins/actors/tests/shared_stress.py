@@ -28,7 +28,7 @@ import torch
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
-from q4_actors.segment import WRITER_PROCESS
+from q4_actors.tensors.segment import WRITER_PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

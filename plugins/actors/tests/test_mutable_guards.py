@@ -12,7 +12,7 @@ from sharing import LONG, Held, content_of, failing_block
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
-from q4_actors.dual_view import DeviceSync
+from q4_actors.tensors.dual_view import DeviceSync
 from q4core.errors import LifecycleError
 from tests.support.limits import scaled, until
 
@@ -157,7 +157,7 @@ def test_change_while_an_update_is_copied_is_found_out() -> None:
         return torch.zeros(4)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("q4_actors.content.detached_copy", race)
+        patch.setattr("q4_actors.tensors.protocol.detached_copy", race)
         with pytest.raises(q4.PoisonedError), state.write():
             pass
     assert (state.version, state.is_poisoned) == (0, True)
@@ -303,7 +303,7 @@ class PretendedStreams:
 def on_device(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> tuple[MutableTensor, PretendedStreams]:
     """A mutable tensor that takes itself for one on a device."""
     streams = PretendedStreams()
-    monkeypatch.setattr("q4_actors.dual_view.TorchStreams", lambda device, keep: streams)
+    monkeypatch.setattr("q4_actors.tensors.dual_view.TorchStreams", lambda device, keep: streams)
     state = MutableTensor(torch.zeros(4), mode=mode, name="membrane")
     state._content.device = torch.device("cuda", 0)
     state._content.sync = DeviceSync(state._content)

@@ -11,8 +11,9 @@ import torch
 from sharing import LONG, Held, content_of
 
 import q4core as q4
-from q4_actors import MutableMode, MutableTensor, rwlock
-from q4_actors.content import Content
+from q4_actors import MutableMode, MutableTensor
+from q4_actors.tensors import rwlock
+from q4_actors.tensors.protocol import Content
 from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ import torch
 from sharing import content_of, failing_block
 
 import q4core as q4
-from q4_actors import MutableMode, SharedMutableTensor, arguments, segment
-from q4_actors.file_locks import FileLocks
+from q4_actors import MutableMode, SharedMutableTensor
+from q4_actors.tensors import arguments, segment
+from q4_actors.tensors.file_locks import FileLocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

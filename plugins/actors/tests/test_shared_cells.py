@@ -14,7 +14,8 @@ from processes import processes
 from sharing import LONG, content_of, fork_by_c
 
 import q4core as q4
-from q4_actors import MutableTensor, SharedMutableTensor, backoff, file_locks, segment, shared_content
+from q4_actors import MutableTensor, SharedMutableTensor
+from q4_actors.tensors import backoff, file_locks, segment, shm_protocol
 from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def test_who_waits_is_woken(
     state: SharedMutableTensor, monkeypatch: pytest.MonkeyPatch, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     """By an update, by poison and by closing, not by the time after which it would look itself."""
-    monkeypatch.setattr(shared_content, "VERSION_SLEEP_S", 10 * scaled(LONG))
+    monkeypatch.setattr(shm_protocol, "VERSION_SLEEP_S", 10 * scaled(LONG))
     with processes(state, 1) as (process,):
         for version in (1, 2):
             waiting = threads.submit(state.wait, version)

@@ -19,8 +19,8 @@ from sharing import LONG, content_of
 
 import q4core as q4
 from q4_actors import MutableMode, SharedMutableTensor
-from q4_actors.file_locks import FileLocks
-from q4_actors.segment import FIRST_ROW
+from q4_actors.tensors.file_locks import FileLocks
+from q4_actors.tensors.segment import FIRST_ROW
 from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:

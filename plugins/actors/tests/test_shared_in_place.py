@@ -12,7 +12,8 @@ from processes import processes
 from sharing import LONG, Held, content_of, fork_by_c
 
 import q4core as q4
-from q4_actors import MutableMode, SharedMutableTensor, backoff
+from q4_actors import MutableMode, SharedMutableTensor
+from q4_actors.tensors import backoff
 from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:

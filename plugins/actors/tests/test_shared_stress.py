@@ -14,7 +14,7 @@ from tests.support.limits import scaled
 FOLDER = pathlib.Path(__file__).parent
 BROKEN = """
 import shared_stress
-from q4_actors.shared_content import SharedContent
+from q4_actors.tensors.shm_protocol import SharedContent
 begin = SharedContent._try_begin
 def broken(self, block, *, yields):
     slot = begin(self, block, yields=yields)
@@ -29,7 +29,7 @@ shared_stress.main(options)
 """
 BROKEN_IN_PLACE = """
 import shared_stress
-from q4_actors.shared_content import SharedContent
+from q4_actors.tensors.shm_protocol import SharedContent
 begin = SharedContent._try_begin
 def broken(self, block, *, yields):
     slot = begin(self, block, yields=yields)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from q4_actors import backoff
-from q4_actors.backoff import Watch
+from q4_actors.tensors import backoff
+from q4_actors.tensors.backoff import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4_actors import arguments
+from q4_actors.tensors import arguments
 from q4_um_managed import ManagedProvider
 from q4_um_managed.driver import ATTRIBUTES, UNASKED, Driver, Missing
 
@@ -246,7 +246,7 @@ def accept_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_what_it_is(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
         check(label, tensor.as_subclass(torch.Tensor), copy=copy)
 
-    monkeypatch.setattr("q4_actors.tensor.check_content", check_what_it_is)
+    monkeypatch.setattr("q4_actors.tensors.tensor.check_content", check_what_it_is)
 
 
 class TorchSide:

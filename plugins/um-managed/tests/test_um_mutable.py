@@ -11,7 +11,7 @@ from pretended_driver import CONCURRENT, CUDA, GB10, GIB, Pretended, RuntimeFaul
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
-from q4_actors.stream_order import TorchStreams
+from q4_actors.tensors.stream_order import TorchStreams
 from q4core import memory
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def test_cuda_memory_of_others_is_read_as_before(memory_of: str, monkeypatch: py
     """Managed memory that the provider did not allocate, or only maps, is read on any stream, and left by the next."""
     accept_pretended(monkeypatch)
     case = pretend(GB10)
-    monkeypatch.setattr("q4_actors.dual_view.TorchStreams", StreamsOf(case).make)
+    monkeypatch.setattr("q4_actors.tensors.dual_view.TorchStreams", StreamsOf(case).make)
     if memory_of == "another":
         first = case.torch.cuda_bytes(case, case.runtime.mallocManaged(64), 64, 0)
     else:
@@ -227,7 +227,7 @@ def test_a_version_waits_for_the_streams_that_read_it(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(case.provider, "record_stream", note)
     streams = StreamsOf(case)
-    monkeypatch.setattr("q4_actors.dual_view.TorchStreams", streams.make)
+    monkeypatch.setattr("q4_actors.tensors.dual_view.TorchStreams", streams.make)
     placed, _ = memory.apply_mutable_policy(torch.zeros(SIZE), REQUIRE, device=CUDA, providers=[case.provider])
     state = MutableTensor(placed, copy=False)
     del placed

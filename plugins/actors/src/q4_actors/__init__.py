@@ -1,16 +1,16 @@
 """Actors, and tensors that threads or processes share: whole versions only (``docs/actors.md``, ``docs/memory.md``)."""
 
-from q4_actors.actor import Actor, ActorRef
-from q4_actors.arguments import MutableMode
-from q4_actors.blocks import ReadView, WriteBlock
-from q4_actors.errors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, MessageError
-from q4_actors.memory_report import ActorMemory
-from q4_actors.placing import mutable
-from q4_actors.shared import SharedMutableTensor
-from q4_actors.sharing import SharedWeight, share
-from q4_actors.snapshot import MutableStats, Snapshot
-from q4_actors.system import ActorSystem
-from q4_actors.tensor import MutableTensor
+from q4_actors.runtimes.actor import Actor, ActorRef
+from q4_actors.runtimes.errors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, MessageError
+from q4_actors.runtimes.memory_report import ActorMemory
+from q4_actors.runtimes.system import ActorSystem
+from q4_actors.runtimes.weights import SharedWeight, share
+from q4_actors.tensors.arguments import MutableMode
+from q4_actors.tensors.blocks import ReadView, WriteBlock
+from q4_actors.tensors.placing import mutable
+from q4_actors.tensors.shared import SharedMutableTensor
+from q4_actors.tensors.snapshot import MutableStats, Snapshot
+from q4_actors.tensors.tensor import MutableTensor
 
 __all__ = [
     "Actor",

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4_actors.arguments import MutableMode
-from q4_actors.file_locks import FileLocks
+from q4_actors.tensors.arguments import MutableMode
+from q4_actors.tensors.file_locks import FileLocks
 from q4core import ConfigError, InputError, LifecycleError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import attrs
 import torch
 
 import q4core as q4
-from q4_actors.arguments import MutableMode, label_of, to_mode
-from q4_actors.tensor import MutableTensor
+from q4_actors.tensors.arguments import MutableMode, label_of, to_mode
+from q4_actors.tensors.tensor import MutableTensor
 from q4core import memory
 from q4core.plugin_api import emit, resolve_device
 

@@ -10,11 +10,11 @@ import contextlib
 import gc
 import sys
 
-import q4_actors.processes
+import q4_actors.runtimes.processes
 import q4core as q4
 from q4core.plugin_api import PLUGIN_FAULTS
 
-sys.excepthook = q4_actors.processes.note_cause
+sys.excepthook = q4_actors.runtimes.processes.note_cause
 with contextlib.suppress(*PLUGIN_FAULTS):  # told where they are used
     q4.default_registry().records()
 gc.collect()

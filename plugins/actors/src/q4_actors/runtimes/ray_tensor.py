@@ -21,11 +21,11 @@ import ray
 import torch
 
 import q4core as q4
-from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
-from q4_actors.errors import ActorError
-from q4_actors.placing import decide_for_processes, record
-from q4_actors.snapshot import MutableStats, Snapshot
-from q4_actors.tensor import MutableTensor
+from q4_actors.runtimes.errors import ActorError
+from q4_actors.tensors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
+from q4_actors.tensors.placing import decide_for_processes, record
+from q4_actors.tensors.snapshot import MutableStats, Snapshot
+from q4_actors.tensors.tensor import MutableTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from q4_actors.content import Content
+    from q4_actors.tensors.protocol import Content
 
 __all__ = ["CONTENTS"]
 

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_actors.actor import MAX_RESTARTS
-from q4_actors.errors import ActorError, MessageError
-from q4_actors.segment import FOLDER
+from q4_actors.runtimes.actor import MAX_RESTARTS
+from q4_actors.runtimes.errors import ActorError, MessageError
+from q4_actors.tensors.segment import FOLDER
 from q4core.plugin_api import PLUGIN_FAULTS
 
 if TYPE_CHECKING:

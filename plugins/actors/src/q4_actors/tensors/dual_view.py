@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from q4_actors.stream_order import StreamEvents, TorchStreams
+from q4_actors.tensors.stream_order import StreamEvents, TorchStreams
 from q4core import ConfigError, WriteConflictError
 from q4core.memory import keeper_of
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from q4_actors.blocks import ReadView, WriteBlock
-    from q4_actors.content import Content
-    from q4_actors.stream_order import Streams
+    from q4_actors.tensors.blocks import ReadView, WriteBlock
+    from q4_actors.tensors.protocol import Content
+    from q4_actors.tensors.stream_order import Streams
 
 __all__ = ["DeviceSync", "DualView", "to_side"]
 

@@ -23,23 +23,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import q4core as q4
-from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error, sendable
-from q4_actors.backoff import Watch
-from q4_actors.errors import ActorDeadError, ActorError, MessageError
-from q4_actors.mailbox import FRAME, LOOK_S, Frame, Kind, Page, Post, State, dumps
-from q4_actors.memory_report import memory_of
-from q4_actors.placing import decide_for_processes, record
-from q4_actors.segment import FOLDER
-from q4_actors.shared import SharedMutableTensor
-from q4_actors.sharing import InSegment, SharedWeight, share_by
+from q4_actors.runtimes.actor import (
+    ActorRef,
+    Life,
+    Options,
+    RestartLimit,
+    Spec,
+    dead_error,
+    full_error,
+    late_error,
+    sendable,
+)
+from q4_actors.runtimes.errors import ActorDeadError, ActorError, MessageError
+from q4_actors.runtimes.mailbox import FRAME, LOOK_S, Frame, Kind, Page, Post, State, dumps
+from q4_actors.runtimes.memory_report import memory_of
+from q4_actors.runtimes.weights import InSegment, SharedWeight, share_by
+from q4_actors.tensors.backoff import Watch
+from q4_actors.tensors.placing import decide_for_processes, record
+from q4_actors.tensors.segment import FOLDER
+from q4_actors.tensors.shared import SharedMutableTensor
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from q4_actors.actor import Report
-    from q4_actors.memory_report import ActorMemory
+    from q4_actors.runtimes.actor import Report
+    from q4_actors.runtimes.memory_report import ActorMemory
 
 __all__ = ["ProcessRef", "Processes", "note_cause"]
 
@@ -318,7 +328,7 @@ class Processes:
         self._post = Post()
         self._events = self._post.make_box("events", _EVENTS_ROOM)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["__main__", "q4_actors.preload"])  # by the server, once
+        self._context.set_forkserver_preload(["__main__", "q4_actors.runtimes.preload"])  # by the server, once
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.RLock()
         self._is_closing = False

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from q4_actors.backoff import Backoff
-from q4_actors.blocks import ReadView
-from q4_actors.rwlock import HERE, LOOK_INTERVAL_S, RWLock
-from q4_actors.snapshot import Snapshot
+from q4_actors.tensors.backoff import Backoff
+from q4_actors.tensors.blocks import ReadView
+from q4_actors.tensors.rwlock import HERE, LOOK_INTERVAL_S, RWLock
+from q4_actors.tensors.snapshot import Snapshot
 from q4core import InputError, LifecycleError, PoisonedError, WriteConflictError
 from q4core.memory import copy_beside, detached_copy, provider_of
 from q4core.plugin_api import describe_exception
 
 if TYPE_CHECKING:
-    from q4_actors.blocks import WriteBlock
-    from q4_actors.dual_view import DeviceSync
+    from q4_actors.tensors.blocks import WriteBlock
+    from q4_actors.tensors.dual_view import DeviceSync
     from q4core.memory import MemoryProvider
 
 __all__ = ["Content", "cause_of", "copied", "mark_of", "refuse_late"]

@@ -6,11 +6,11 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode
-from q4_actors.rwlock import HERE
-from q4_actors.segment import MAX_SLOTS, Form, Segment
-from q4_actors.shared_content import SharedContent
-from q4_actors.tensor import MutableTensor
+from q4_actors.tensors.arguments import MutableMode, check_content, check_version, label_of, to_mode
+from q4_actors.tensors.rwlock import HERE
+from q4_actors.tensors.segment import MAX_SLOTS, Form, Segment
+from q4_actors.tensors.shm_protocol import SharedContent
+from q4_actors.tensors.tensor import MutableTensor
 from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import q4core as q4
-from q4_actors import checkpoints
-from q4_actors.actor import MAX_RESTARTS, Actor, ActorRef, Options, Spec
-from q4_actors.errors import ActorDeadError, ActorError
-from q4_actors.threads import Threads
+from q4_actors.runtimes import checkpoints
+from q4_actors.runtimes.actor import MAX_RESTARTS, Actor, ActorRef, Options, Spec
+from q4_actors.runtimes.errors import ActorDeadError, ActorError
+from q4_actors.runtimes.threads import Threads
 from q4core.plugin_api import emit
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from q4_actors.actor import Report
-    from q4_actors.memory_report import ActorMemory
-    from q4_actors.sharing import SharedWeight
-    from q4_actors.tensor import MutableTensor
+    from q4_actors.runtimes.actor import Report
+    from q4_actors.runtimes.memory_report import ActorMemory
+    from q4_actors.runtimes.weights import SharedWeight
+    from q4_actors.tensors.tensor import MutableTensor
 
 __all__ = ["ActorSystem"]
 
@@ -295,7 +295,7 @@ def _make_runtime(runtime: str, options: Options, report: Report, ray_options: M
         return Threads(options, report)
     if runtime == "ray":
         try:
-            from q4_actors.ray_runtime import RayRuntime  # noqa: PLC0415  # it needs Ray
+            from q4_actors.runtimes.ray import RayRuntime  # noqa: PLC0415  # it needs Ray
         except ImportError as error:
             raise q4.ConfigError(
                 f"runtime 'ray' can't be used: {error}", hint="pip install 'q4-actors[ray]'"
@@ -303,7 +303,7 @@ def _make_runtime(runtime: str, options: Options, report: Report, ray_options: M
         return RayRuntime(options, report, ray_options or {})
     if sys.platform != "linux":
         raise q4.ConfigError("ActorSystem", name="runtime", rule="'threads' outside Linux", value=runtime)
-    from q4_actors.processes import Processes  # noqa: PLC0415  # it needs Linux
+    from q4_actors.runtimes.processes import Processes  # noqa: PLC0415  # it needs Linux
 
     return Processes(options, report)
 

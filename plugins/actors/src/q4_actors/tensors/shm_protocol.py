@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from q4_actors.arguments import MAX_VERSION, MutableMode
-from q4_actors.at_fork import CONTENTS
-from q4_actors.backoff import LONGEST_SLEEP_S, Backoff
-from q4_actors.blocks import ReadView, refuse_again, refuse_outside
-from q4_actors.content import Content, mark_of, refuse_late
-from q4_actors.rwlock import ENDED, RWLock
-from q4_actors.segment import CLOSED, CURRENT, FIRST_ROW, ROWS, TAINTED, WRITER_PROCESS
+from q4_actors.tensors.arguments import MAX_VERSION, MutableMode
+from q4_actors.tensors.at_fork import CONTENTS
+from q4_actors.tensors.backoff import LONGEST_SLEEP_S, Backoff
+from q4_actors.tensors.blocks import ReadView, refuse_again, refuse_outside
+from q4_actors.tensors.protocol import Content, mark_of, refuse_late
+from q4_actors.tensors.rwlock import ENDED, RWLock
+from q4_actors.tensors.segment import CLOSED, CURRENT, FIRST_ROW, ROWS, TAINTED, WRITER_PROCESS
 from q4core import LifecycleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from q4_actors._native import Core
-    from q4_actors.blocks import WriteBlock
-    from q4_actors.rwlock import Thread, Ticket
-    from q4_actors.segment import Segment
+    from q4_actors.tensors.blocks import WriteBlock
+    from q4_actors.tensors.rwlock import Thread, Ticket
+    from q4_actors.tensors.segment import Segment
 
 __all__ = ["SharedContent"]
 

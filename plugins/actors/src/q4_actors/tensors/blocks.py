@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from q4_actors.rwlock import HERE, Ticket
+from q4_actors.tensors.rwlock import HERE, Ticket
 from q4core import LifecycleError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from q4_actors.content import Content
+    from q4_actors.tensors.protocol import Content
 
 __all__ = ["ReadView", "WriteBlock", "refuse_again", "refuse_outside"]
 

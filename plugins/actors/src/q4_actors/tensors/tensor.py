@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
-from q4_actors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
-from q4_actors.at_fork import CONTENTS
-from q4_actors.blocks import WriteBlock
-from q4_actors.content import Content, copied
-from q4_actors.dual_view import DeviceSync, to_side
-from q4_actors.snapshot import MutableStats, Snapshot
+from q4_actors.tensors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
+from q4_actors.tensors.at_fork import CONTENTS
+from q4_actors.tensors.blocks import WriteBlock
+from q4_actors.tensors.dual_view import DeviceSync, to_side
+from q4_actors.tensors.protocol import Content, copied
+from q4_actors.tensors.snapshot import MutableStats, Snapshot
 from q4core import ConfigError, InputError, LifecycleError
 from q4core.memory import provider_of, was_taken_back
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from q4_actors.blocks import ReadView
-    from q4_actors.dual_view import DualView
+    from q4_actors.tensors.blocks import ReadView
+    from q4_actors.tensors.dual_view import DualView
     from q4core import MemoryDecision
 
 __all__ = ["MutableTensor"]

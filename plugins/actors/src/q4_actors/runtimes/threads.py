@@ -8,19 +8,19 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import q4core as q4
-from q4_actors.actor import ActorRef, Life, RestartLimit, Spec, dead_error, full_error, late_error
-from q4_actors.errors import ActorDeadError, ActorError
-from q4_actors.memory_report import memory_of
-from q4_actors.placing import mutable
-from q4_actors.sharing import Held, SharedWeight, share_by
+from q4_actors.runtimes.actor import ActorRef, Life, RestartLimit, Spec, dead_error, full_error, late_error
+from q4_actors.runtimes.errors import ActorDeadError, ActorError
+from q4_actors.runtimes.memory_report import memory_of
+from q4_actors.runtimes.weights import Held, SharedWeight, share_by
+from q4_actors.tensors.placing import mutable
 from q4core.plugin_api import PLUGIN_FAULTS
 
 if TYPE_CHECKING:
     import torch
 
-    from q4_actors.actor import Options, Report
-    from q4_actors.memory_report import ActorMemory
-    from q4_actors.tensor import MutableTensor
+    from q4_actors.runtimes.actor import Options, Report
+    from q4_actors.runtimes.memory_report import ActorMemory
+    from q4_actors.tensors.tensor import MutableTensor
 
 __all__ = ["ThreadRef", "Threads"]
 

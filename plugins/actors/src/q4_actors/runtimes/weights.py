@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 import q4core as q4
-from q4_actors.arguments import MutableMode
-from q4_actors.segment import Form, Segment
+from q4_actors.tensors.arguments import MutableMode
+from q4_actors.tensors.segment import Form, Segment
 from q4core.plugin_api import emit
 
 if TYPE_CHECKING:

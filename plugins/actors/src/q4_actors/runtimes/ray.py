@@ -13,17 +13,27 @@ import ray
 import torch
 
 import q4core as q4
-from q4_actors.actor import ActorRef, Life, Options, RestartLimit, Spec, dead_error, full_error, late_error, sendable
-from q4_actors.errors import ActorDeadError, ActorError, MessageError
-from q4_actors.memory_report import ActorMemory, memory_of
-from q4_actors.ray_tensor import BORN, Hub, RayTensor, key_of, words_of
-from q4_actors.sharing import SharedWeight, forms_of, from_flat, share_by, to_flat
+from q4_actors.runtimes.actor import (
+    ActorRef,
+    Life,
+    Options,
+    RestartLimit,
+    Spec,
+    dead_error,
+    full_error,
+    late_error,
+    sendable,
+)
+from q4_actors.runtimes.errors import ActorDeadError, ActorError, MessageError
+from q4_actors.runtimes.memory_report import ActorMemory, memory_of
+from q4_actors.runtimes.ray_tensor import BORN, Hub, RayTensor, key_of, words_of
+from q4_actors.runtimes.weights import SharedWeight, forms_of, from_flat, share_by, to_flat
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from q4_actors.actor import Report
+    from q4_actors.runtimes.actor import Report
 
 __all__ = ["RayRef", "RayRuntime"]
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4_actors.arguments import MutableMode, to_mode
-from q4_actors.errors import ActorError
+from q4_actors.runtimes.errors import ActorError
+from q4_actors.tensors.arguments import MutableMode, to_mode
 from q4core import CheckpointError, InputError
 from q4core.plugin_api import PLUGIN_FAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from q4_actors.tensor import MutableTensor
+    from q4_actors.tensors.tensor import MutableTensor
 
 __all__ = ["Kept", "check_fits", "load", "save"]
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_actors.errors import ActorDeadError, AskTimeoutError, MailboxFullError, MessageError
+from q4_actors.runtimes.errors import ActorDeadError, AskTimeoutError, MailboxFullError, MessageError
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableSequence
 
-    from q4_actors.memory_report import ActorMemory
+    from q4_actors.runtimes.memory_report import ActorMemory
     from q4core import SessionConfig
 
     Report = Callable[..., None]

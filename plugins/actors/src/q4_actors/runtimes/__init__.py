@@ -1,0 +1,1 @@
+"""Actors on threads, processes and Ray, and the weights that they share."""

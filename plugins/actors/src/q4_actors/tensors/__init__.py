@@ -1,0 +1,1 @@
+"""Tensors that threads and processes update in place: one writer, many readers, whole versions."""
