@@ -90,7 +90,7 @@ def conformance(session: nox.Session, plugin: str) -> None:
 
 @nox.session(venv_backend="none")
 def certificates(session: nox.Session) -> None:
-    """Keep the pages of what ``conformance`` judged last in docs/certificates; JSON and HTML stay in build."""
+    """Keep the pages of what ``conformance`` judged last in docs/certificates; JSON stays in build."""
     for page in Path("build/certificates").glob("*/*.md"):
         kept = Path("docs/certificates", page.parent.name)
         shutil.rmtree(kept, ignore_errors=True)

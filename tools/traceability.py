@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from q4_conformance.report.html import SIGNS
+from q4_conformance.report.tally import SIGNS
 from tests.support.parts import TABLES, UNCAUGHT, catchers
 from tests.support.parts import parts as parts_of_tables
 from tests.support.running import collected, files_by_part

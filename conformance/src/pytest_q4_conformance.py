@@ -200,7 +200,7 @@ def pytest_runtest_makereport(
     if isinstance(call.excinfo.value, CaseFailed):
         report.longrepr = str(call.excinfo.value)
     elif isinstance(call.excinfo.value, _Unjudged):
-        report.outcome = "skipped"  # of pytest's three the only one that says neither right nor wrong, in JUnit too
+        report.outcome = "skipped"  # of pytest's three the only one that says neither right nor wrong
         path, line, _ = item.location
         outcome, message = call.excinfo.value.args
         report.longrepr = (path, (line or 0) + 1, f"{outcome}: {message}")
@@ -270,7 +270,7 @@ def _write(run: _Run, folder: Path, command: list[str]) -> tuple[list[str], bool
         if done is None:
             return ["no report was written: no test asked for the result of a case"], False
         document = make_certificate(done, command)
-        files = write_files(folder, document, seconds=done.report.seconds)
+        files = write_files(folder, document)
     except Exception as error:  # noqa: BLE001  # whatever it is, it is told, and takes no other summary away
         return [f"no report was written: {type(error).__name__}: {error}"], False
     lacking = len(document["missing"])

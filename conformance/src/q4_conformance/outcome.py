@@ -136,11 +136,6 @@ class Report:
         return sum(result.is_fallback for result in self.results if result.outcome is Outcome.PASS)
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """How long each case took that ran."""
-        return {result.case: result.seconds for result in self.results}
-
-    @property
     def missing(self) -> tuple[str, ...]:
         """Cases of the table without a result, and results without a case."""
         ran = collections.Counter(result.case for result in self.results)

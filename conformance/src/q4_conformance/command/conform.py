@@ -57,9 +57,7 @@ def conform(  # noqa: PLR0913  # one argument per option
         typer.Option("--case", metavar="ID", help="Only cases whose ids begin so, such as TC-09/bias (repeatable)."),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:<index>.")] = "cpu",
-    report: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write JSON, JUnit XML, HTML and Markdown there.")
-    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write JSON and Markdown there.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes at once; 2 where there are two cores.")] = None,
     limit: Annotated[
         float,
@@ -106,7 +104,7 @@ def _judge(query: Query, folder: Path | None, page: Path | None, *, as_json: boo
         run = run_target(query, announce=announce, watch=watch)
     words = query.command() + ([] if folder is None else ["--report", str(folder)])
     document = make_certificate(run, words)
-    files = () if folder is None else write_files(folder, document, seconds=run.report.seconds)
+    files = () if folder is None else write_files(folder, document)
     if as_json:
         typer.echo(json.dumps({"certificate": document, "files": [str(path) for path in files]}, indent=2))
     else:

@@ -1,4 +1,4 @@
-"""Writes the files of a run: JSON, JUnit XML, an HTML page and Markdown."""
+"""The files of a run: JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.report.certificate import to_text
-from q4_conformance.report.html import to_html
-from q4_conformance.report.junit import to_junit
 from q4_conformance.report.markdown import to_markdown
 
 if TYPE_CHECKING:
@@ -15,10 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def write_files(
-    folder: Path, document: Mapping[str, Any], *, seconds: Mapping[str, float] | None = None
-) -> tuple[Path, ...]:
-    """Write a document in every form, and return the files.
+def write_files(folder: Path, document: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Write a document in both forms, and return the files.
 
     A certificate takes the place of a report. A run that failed, of all cases or of some, takes an older certificate
     away, because it holds no more; one that passed and is partial leaves it alone.
@@ -26,15 +22,13 @@ def write_files(
     Args:
         folder: Where to; made where it is not there.
         document: What ``make_certificate`` gave.
-        seconds: Case → how long it took, for the JUnit file; ``Report.seconds`` has it.
 
     Raises:
         OSError: The folder can't be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kind = document["kind"]
-    texts = {"json": to_text(document), "xml": to_junit(document, seconds or {})}
-    texts |= {"html": to_html(document), "md": to_markdown(document)}
+    texts = {"json": to_text(document), "md": to_markdown(document)}
     written = []
     for suffix, text in texts.items():
         name = f"{kind}.{suffix}"

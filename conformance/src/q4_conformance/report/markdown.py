@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.outcome import BAD_VALUES, Outcome
-from q4_conformance.report.html import NAMES, SIGNS
 from q4_conformance.report.status import counted, facts_of, not_meant, path_verdict, said_of, seal_of, title_of
-from q4_conformance.report.tally import by_part, by_path, count, verdict_of
+from q4_conformance.report.tally import NAMES, SIGNS, by_part, by_path, count, verdict_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _PASS = Outcome.PASS.value
+SIGNS = {"pass": "✓", "fail": "✗", "crash": "✸", "timeout": "◷", "not_declared": "–", "not_testable": "○", "empty": ""}
+NAMES = {
+    "pass": "passed",
+    "fail": "failed",
+    "crash": "crashed",
+    "timeout": "timed out",
+    "not_declared": "not declared",
+    "not_testable": "not testable here",
+    "passed_by_fallback": "passed by fallback",
+    "cases": "cases",
+}
 NO_FORMAT = "any"
 """Format of a case that has no weight."""
 _LEAST_WORDS = 3

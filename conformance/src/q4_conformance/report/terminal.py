@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from q4_conformance.outcome import BAD_VALUES, Outcome, grouped
-from q4_conformance.report.html import NAMES, SIGNS
 from q4_conformance.report.status import counted, line_of, seal_of, title_of
+from q4_conformance.report.tally import NAMES, SIGNS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
