@@ -11,7 +11,7 @@ from q4_conformance.execution.query import Query, Run
 from q4_conformance.report.certificate import make_certificate
 from q4_conformance.subjects.profiles import ConformanceTarget, cases_for
 
-__all__ = ["COMMAND", "TARGET", "WIDE", "bad", "document", "run", "widened", "widened_run"]
+__all__ = ["COMMAND", "TARGET", "bad", "document", "run"]
 
 COMMAND = ["q4", "conform", "made-up"]
 TARGET = ConformanceTarget("kernel", "made-up", ("q4_0", "q8_0"))
@@ -20,7 +20,6 @@ _FACTS = {
     "versions": {"q4core": "1", "torch": "2"},
     "device": {"device": "cpu", "processor": "made up", "cores": 2},
 }
-WIDE: dict[str, Any] = {"case": "TC-09/bias", "reason": "sums in pairs", "bound": 8.0, "is_known_failure": False}
 _OFFERED: dict[str, Any] = {"standing": "ran"} | {
     "format": "q8_0",
     "path": "never",
@@ -65,21 +64,3 @@ def bad(
     """Return an end of one case of q4_0, as ``document`` takes it."""
     name = next(name for name in run().report.expected if name.startswith("TC-09/bias/q4_0"))
     return {name: CaseResult(case=name, contract="TC-09", outcome=outcome, message=message, **facts)}
-
-
-def widened_run(bound: float = 8.0, **facts: Any) -> Run:
-    """Return a run that passed, some of it by a bound that its author widened."""
-    made = run()
-    results = [
-        attrs.evolve(result, overrides=[WIDE["reason"]])
-        if result.case.startswith(WIDE["case"]) and result.outcome is Outcome.PASS
-        else result
-        for result in made.report.results
-    ]
-    report = attrs.evolve(made.report, results=results)
-    return attrs.evolve(made, report=report, manifest={**made.manifest, "overrides": [WIDE | {"bound": bound} | facts]})
-
-
-def widened(bound: float = 8.0, **facts: Any) -> dict[str, Any]:
-    """Return the document of such a run; facts are further ones of the override."""
-    return make_certificate(widened_run(bound, **facts), COMMAND)

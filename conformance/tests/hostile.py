@@ -204,13 +204,6 @@ def crashes_when_made() -> ToyKernel:
     os._exit(3)
 
 
-def bad_overrides() -> ToyKernel:
-    """Declare a bound that is no bound."""
-    kernel = ToyKernel("hostile")
-    kernel.conformance_overrides = [{"case": "TC-09", "reason": "because", "bound": 1e9}]  # type: ignore[attr-defined]
-    return kernel
-
-
 def one_format() -> ToyKernel:
     """Return a right kernel of one format, as a first backend is."""
     few = {"formats": {"nf4"}, "dtypes": {torch.float32}, "precisions": {Precision.W4A32}}

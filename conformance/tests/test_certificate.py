@@ -17,7 +17,7 @@ from q4_conformance.execution.query import Query
 from q4_conformance.report.certificate import content_hash, not_tested, to_text, verdict_hash
 from q4_conformance.report.files import write_files
 from q4_conformance.report.markdown import to_markdown
-from q4_conformance.report.status import counted, facts_of, required_of, seal_of, title_of
+from q4_conformance.report.status import counted, facts_of, required_of, title_of
 from q4_conformance.subjects.dialect import DialectSubject
 
 if TYPE_CHECKING:
@@ -210,32 +210,6 @@ def test_a_declared_format_that_a_dialect_was_not_judged_on_is_told() -> None:
         ("format iq4_xs", "declared; this kit has no cases for it"),
     ]
     assert not_tested({"subject": subject, "manifest": {}, **nothing}, 0) == []
-
-
-def test_overrides_are_told() -> None:
-    """A wider bound and a known failure stand with their reasons, in every form."""
-    wide = {"case": "TC-09", "reason": "sums in pairs", "bound": 2.0, "is_known_failure": False}
-    known = {"case": "EX-03", "reason": "atomics", "bound": 1.0, "is_known_failure": True}
-    told = documents.document(manifest={**documents.run().manifest, "overrides": [wide, known]})
-    assert (told["overrides"], told["known_failures"]) == ([wide], [known])
-    for text in (to_markdown(told),):
-        assert "sums in pairs" in text
-        assert "atomics" in text
-
-
-@pytest.mark.parametrize("is_known_failure", [False, True])
-def test_a_certificate_that_stands_on_overrides_shows_it(is_known_failure: bool) -> None:
-    """Seal and sentence tell how many cases passed by a wider bound, and how wide; others look as they did."""
-    told = documents.widened(is_known_failure=is_known_failure)
-    number = sum(documents.WIDE["reason"] in item.get("overrides", ()) for item in told["results"])
-    assert (told["kind"], told["standing"], number > 1) == ("certificate", "certified", True)
-    assert told["sentence"].endswith(f"; {number} cases by bounds widened up to × 8")
-    for page in (to_markdown(told),):
-        assert "Certified with overrides" in page
-        assert page.count("widened up to × 8") >= 2
-        assert "is judged with a bound × 8" in page
-    assert "overrides" not in seal_of(documents.document()).word
-    assert seal_of(documents.document()).tone != seal_of(told).tone
 
 
 def test_paths_tell_their_standing() -> None:

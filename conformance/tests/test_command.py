@@ -186,17 +186,6 @@ def test_a_run_is_checked_against_a_committed_page(tmp_path: Path, monkeypatch: 
     assert f"to see the difference: diff {page} {tmp_path / 'fresh' / 'report.md'}" in other.stdout
 
 
-def test_overrides_show_in_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run and a check both print that a certificate stands on overrides, and one without them says nothing of it."""
-    for made, is_shown in ((documents.widened_run(), True), (documents.run(), False)):
-        monkeypatch.setattr("q4_conformance.command.conform.run_target", lambda *_, made=made, **__: made)
-        result = _call("made-up", "--report", tmp_path)
-        assert result.exit_code == 0, result.output
-        for text in (result.stdout, _call("--verify", tmp_path / "certificate.json").stdout):
-            assert ("✓ Certified with overrides" in text) == is_shown
-            assert ("widened up to × 8" in text) == is_shown
-
-
 def test_a_message_of_several_lines_is_printed_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each line of a failure is indented, tabs are spaces, and only what a terminal can't show is a question mark."""
     made = documents.run(

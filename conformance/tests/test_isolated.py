@@ -165,7 +165,6 @@ def test_processes_left_behind_are_ended(name: str) -> None:
         ("no_such_function", Outcome.FAIL, "no_such_function"),
         ("crashes_when_made", Outcome.CRASH, "exit code 3; it printed: could not load libnothing.so"),
         ("hangs_when_made", Outcome.TIMEOUT, "no process came to its first case"),
-        ("bad_overrides", Outcome.FAIL, "bound must be from 1 to 8"),
     ],
 )
 def test_a_subject_that_cannot_be_had_has_results(name: str, outcome: Outcome, words: str) -> None:

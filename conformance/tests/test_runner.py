@@ -119,3 +119,15 @@ def test_a_list_of_plugins_shuts_nobody_out_who_is_judged(variable: str, monkeyp
     monkeypatch.setenv(variable, "dequant-fallback" if variable == "Q4_PLUGINS" else "plugin of toy")
     report = run_cases(ToyKernel("toy"), ["nf4"], only=["TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"])
     assert report.passed, str(report)
+
+
+def test_paths_that_ran_stand_in_the_result() -> None:
+    """The result of a case names each path that ran in it; the reference is a fallback."""
+    case = next(case for case in linear_cases(["nf4"]) if case.id.startswith("TC-09/bias"))
+    result = run_case(case, BackendSubject(ToyKernel()))
+    assert result.paths
+    assert not result.is_fallback
+    assert all(len(path.split("|")) == 4 for path in result.paths)
+    reference = run_case(case, BackendSubject("dequant-fallback"))
+    assert reference.is_fallback
+    assert all("|reference|" in path for path in reference.paths)

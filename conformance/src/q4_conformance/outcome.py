@@ -73,7 +73,6 @@ class CaseResult:
         is_fallback: It passed, but the reference computed instead of the subject.
         paths: ``name|kind|precision|standing`` of every kernel path that ran, as the core counted it; where the case
             failed, also of those that raised. A process that died has told none.
-        overrides: Why the judgement was other than the kit's own; see ``q4_conformance.overrides``.
         reproducer: What to type to run it again, where it ended badly in a run by name.
     """
 
@@ -84,13 +83,12 @@ class CaseResult:
     seconds: float = 0.0
     is_fallback: bool = False
     paths: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
-    overrides: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
     reproducer: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
         values = attrs.asdict(self, recurse=False)
-        return values | {"outcome": self.outcome.value, "paths": [*self.paths], "overrides": [*self.overrides]}
+        return values | {"outcome": self.outcome.value, "paths": [*self.paths]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CaseResult:

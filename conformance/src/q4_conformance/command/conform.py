@@ -18,7 +18,7 @@ from q4_conformance.execution.query import Query
 from q4_conformance.outcome import BAD
 from q4_conformance.report.certificate import make_certificate
 from q4_conformance.report.files import write_files
-from q4_conformance.report.status import counted, line_of, seal_of, title_of
+from q4_conformance.report.status import counted, line_of, title_of
 from q4_conformance.report.terminal import STYLES, console_of, show_check, show_run
 from q4_conformance.report.verify import committed_hash, installed_source, read_certificate
 from q4_conformance.subjects.profiles import PROFILES
@@ -172,7 +172,7 @@ def _verify(path: Path, *, as_json: bool) -> None:
     console = console_of()
     console.print(Text("✓ undamaged", style="bold green").append(f": {path}", style="default"))
     seal, meaning = line_of(document)
-    console.print(Text.assemble((seal, STYLES[seal_of(document).tone]), meaning))
+    console.print(Text.assemble((seal, STYLES[document["standing"]]), meaning))
     console.print(f"{title_of(document)} on {document['subject']['device']}: {counted(document)}")
     console.print(told["installed"])
     console.print(Text(document["statement"], style="dim"))

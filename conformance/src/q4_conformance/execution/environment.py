@@ -15,7 +15,6 @@ import attrs
 import torch
 
 from q4_conformance.contract.cases import weight_recipes
-from q4_conformance.overrides import declared_by, judged_in
 from q4_conformance.subjects.backend import WISHES
 from q4core import Capabilities, default_registry, find_format, machine_facts
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
@@ -163,17 +162,26 @@ def _path_facts(name: str, path: Any) -> dict[str, Any]:
     return told | {"standing": "interpreted" if path.interpreted else "ran"}
 
 
+_JUDGED = ("backend", "provider", "dialect", "layer_type")
+"""Names by which a subject holds what is judged."""
+
+
+def _judged_in(subject: object) -> object:
+    """Return the backend, provider, dialect or layer type of a subject; itself where it is none of these."""
+    return next((getattr(subject, name) for name in _JUDGED if hasattr(subject, name)), subject)
+
+
 def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
-    """Return what a subject declares, with its source and overrides, and for formats the paths that a backend offers.
+    """Return what a subject declares, with its source, and for formats the paths that a backend offers.
 
     Whatever is wrong with it stands under ``fault``; fields may hold anything that the subject has there.
     """
-    judged: Any = judged_in(subject)
+    judged: Any = _judged_in(subject)
     if judged is None:
-        return {"name": "q4core", "source": source_of("q4core"), "overrides": []}
+        return {"name": "q4core", "source": source_of("q4core")}
     kind = type(judged)
     told: dict[str, Any] = {"name": None, "api_version": None, "class": f"{kind.__module__}.{kind.__qualname__}"}
-    told |= {"source": {}, "overrides": []}
+    told["source"] = {}
     try:
         told["name"] = getattr(judged, "name", None)
         capabilities = getattr(judged, "capabilities", None)
@@ -185,7 +193,6 @@ def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
         told["api_version"] = list(version) if isinstance(version, (list, tuple)) else version
         if hasattr(subject, "dialect"):
             told["formats"] = sorted(judged.formats)
-        told["overrides"] = [attrs.asdict(item) for item in declared_by(subject)]
         if "capabilities" in told and hasattr(subject, "request"):
             told["offered"] = list(_offered(subject, formats))
     except PLUGIN_FAULTS as error:  # the cases will judge it

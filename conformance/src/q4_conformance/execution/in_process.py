@@ -11,7 +11,6 @@ from q4_conformance.contract.cases import cases_of, linear_cases, select_cases
 from q4_conformance.contract.plain_cases import core_cases
 from q4_conformance.measurement.recording import muted
 from q4_conformance.outcome import CaseResult, FailureError, NotDeclaredError, NotTestableError, Outcome, Report
-from q4_conformance.overrides import declared_by, overriding
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.function import FunctionSubject
 from q4_conformance.subjects.manifest import split
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from q4_conformance.contract.case import Case
-    from q4_conformance.overrides import Override
     from q4core import Backend, Format
 
 _clock = time.perf_counter
@@ -40,10 +38,8 @@ def run_case(case: Case, subject: Any) -> CaseResult:
     tried: set[str] = getattr(subject, "tried", set())
     ran.clear()
     tried.clear()
-    overrides: tuple[Override, ...] = ()
     try:
-        overrides = declared_by(subject)
-        with overriding(overrides, case.id) as overrides, muted():
+        with muted():
             message = CHECKS[case.check](case, subject)
         outcome = Outcome.PASS
     except FailureError as error:
@@ -63,7 +59,6 @@ def run_case(case: Case, subject: Any) -> CaseResult:
         seconds=_clock() - started,
         is_fallback=outcome is Outcome.PASS and is_reference,
         paths=sorted(ran | tried if outcome is Outcome.FAIL else ran),
-        overrides=[item.reason for item in overrides],
     )
 
 

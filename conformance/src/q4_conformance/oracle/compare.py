@@ -44,7 +44,6 @@ import numpy as np
 import torch
 
 from q4_conformance.oracle.exact import exact_linear, exact_weight
-from q4_conformance.overrides import bound_factor
 from q4core import Precision
 
 if TYPE_CHECKING:
@@ -137,7 +136,6 @@ def error_bound(reference: Reference, out_dtype: torch.dtype) -> NDArray[np.floa
     spread = reference.steps * _UNIT_ROUNDOFF
     growth = spread / (1 - spread)
     accumulated = growth * reference.size + (1 + growth) * reference.slack + _UNDERFLOW * reference.underflow
-    accumulated *= bound_factor()  # 1, but where the subject's author declared more, with a reason
     return accumulated + _half_ulp(np.abs(reference.value) + accumulated, out_dtype)
 
 

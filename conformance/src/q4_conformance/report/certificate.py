@@ -67,8 +67,6 @@ def _result(result: CaseResult) -> dict[str, Any]:
         told["paths"] = [path_label(path) for path in result.paths]
     if result.is_fallback:
         told["fallback"] = True
-    if result.overrides:
-        told["overrides"] = list(result.overrides)
     if result.outcome is not Outcome.PASS:
         told["message"] = result.message[:_LONGEST]
     if result.reproducer:
@@ -172,7 +170,6 @@ def make_certificate(run: Run, command: Sequence[str]) -> dict[str, Any]:
         run: What ``run_target`` gave.
         command: The words by which the run can be repeated.
     """
-    overrides = list(run.manifest.get("overrides", ()))
     cases = cases_for(run.target)
     results, missing = _spelled([_result(result) for result in run.report.results]), list(run.report.missing)
     document: dict[str, Any] = _spelled(
@@ -198,15 +195,13 @@ def make_certificate(run: Run, command: Sequence[str]) -> dict[str, Any]:
                 "case_seconds": run.query.limits.case_seconds,
                 "memory_bytes": run.query.limits.memory_bytes,
             },
-            "manifest": {key: item for key, item in run.manifest.items() if key not in {"source", "overrides"}},
+            "manifest": {key: item for key, item in run.manifest.items() if key != "source"},
             "counts": count(results),
             "missing": missing,
             "not_declared": [{"what": what, "cases": number} for what, number in run.report.not_declared.items()],
             "formats": formats_of(results, missing),
             "paths": paths_of(results, missing, _path_facts(run.report.results)),
             "parts": {part_of(case.id): case.text for case in cases},
-            "overrides": [item for item in overrides if not item["is_known_failure"]],
-            "known_failures": [item for item in overrides if item["is_known_failure"]],
             "broken_plugins": dict(run.facts.get("broken_plugins", {})),
             "results": results,
             "volatile": {

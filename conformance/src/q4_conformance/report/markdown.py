@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from q4_conformance.outcome import BAD_VALUES, Outcome
-from q4_conformance.report.status import counted, facts_of, not_meant, path_verdict, said_of, seal_of, title_of
+from q4_conformance.report.status import SEALS, counted, facts_of, not_meant, path_verdict, title_of
 from q4_conformance.report.tally import NAMES, SIGNS, by_part, by_path, count, verdict_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _cell(counts: Mapping[str, int]) -> str:
 def to_markdown(document: Mapping[str, Any]) -> str:
     """Return the page."""
     counts = document["counts"]
-    seal = seal_of(document)
+    seal = SEALS[document["standing"]]
     others = [item.value for item in Outcome if item is not Outcome.PASS]
     columns = ["cases", "pass", "passed_by_fallback", *others]
     head = ["cases", "passed", "of them by fallback", *(NAMES[name] for name in others)]
@@ -59,11 +59,8 @@ def to_markdown(document: Mapping[str, Any]) -> str:
     lines += ["## Cases by format", "", f"Signs: {legend}.", "", *_matrix(document)]
     if document["paths"]:
         lines += ["## Kernel paths that ran", "", *_paths(document)]
-    lines += ["## What was not tested", "", *_not_tested(document), "## Overrides", ""]
-    declared = [*document["overrides"], *document["known_failures"]]
-    lines += [f"- `{item['case']}…` {_escape(said_of(item))}" for item in declared]
-    lines += [] if declared else ["None: every bound is the kit's own."]
-    lines += ["", "## Facts", "", *_table(["what", "value"], facts_of(document))]
+    lines += ["## What was not tested", "", *_not_tested(document)]
+    lines += ["## Facts", "", *_table(["what", "value"], facts_of(document))]
     return "\n".join(lines)
 
 

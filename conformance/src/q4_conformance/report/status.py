@@ -25,19 +25,18 @@ _SENTENCES = {
 
 @attrs.frozen
 class Seal:
-    """Sign and word of a standing, what it is not or who says so, and the standing in whose colours it is shown."""
+    """Sign and word of a standing, and what it is not or who says so."""
 
     sign: str
     word: str
     note: str
-    tone: str
 
 
 SEALS = {
-    "certified": Seal("✓", "Certified", "self-certified", "certified"),
-    "interpreted": Seal("◐", "Interpreted", "certifies no GPU", "interpreted"),
-    "partial": Seal("◔", "Partial report", "no certificate", "partial"),
-    "failed": Seal("✗", "Not certified", "report of failures", "failed"),
+    "certified": Seal("✓", "Certified", "self-certified"),
+    "interpreted": Seal("◐", "Interpreted", "certifies no GPU"),
+    "partial": Seal("◔", "Partial report", "no certificate"),
+    "failed": Seal("✗", "Not certified", "report of failures"),
 }
 
 
@@ -66,28 +65,9 @@ def kind_of(standing: str) -> str:
     return "certificate" if standing in {"certified", "interpreted"} else "report"
 
 
-def widened_of(document: Mapping[str, Any]) -> tuple[int, float]:
-    """Return how many cases passed by a bound that the author widened, and the widest of these bounds."""
-    declared = (*document["overrides"], *document["known_failures"])  # a known failure may widen a bound as well
-    wide = [item for item in declared if item["bound"] > 1.0]
-    bounds = [
-        max(here)
-        for result in document["results"]
-        if result["outcome"] == Outcome.PASS.value
-        and (here := [item["bound"] for item in wide if result["case"].startswith(item["case"])])
-    ]
-    return len(bounds), max(bounds, default=1.0)
-
-
-def _by_overrides(document: Mapping[str, Any]) -> str:
-    """Return how far a document stands on overrides, or nothing."""
-    number, bound = widened_of(document)
-    return f"{number} {'case' if number == 1 else 'cases'} by bounds widened up to × {bound:g}" if number else ""
-
-
 def sentence_of(document: Mapping[str, Any], standing: str) -> str:
-    """Return what a document of a standing says in a sentence, with what it owes to overrides."""
-    told = "; ".join(filter(None, [_by_overrides(document), _nothing_shown(document)]))
+    """Return what a document of a standing says in a sentence."""
+    told = _nothing_shown(document)
     return f"{_SENTENCES[standing]}; {told}" if told else _SENTENCES[standing]
 
 
@@ -110,18 +90,9 @@ def _nothing_shown(document: Mapping[str, Any]) -> str:
     return f"no format that is declared ({', '.join(declared)}) has a case; there are cases of {there}"
 
 
-def seal_of(document: Mapping[str, Any]) -> Seal:
-    """Return what a document shows; one that stands on overrides never looks like one that does not."""
-    seal = SEALS[document["standing"]]
-    told = _by_overrides(document)
-    if not told or document["kind"] != "certificate":
-        return seal
-    return attrs.evolve(seal, word=f"{seal.word} with overrides", note=f"{seal.note}, {told}", tone="interpreted")
-
-
 def line_of(document: Mapping[str, Any]) -> tuple[str, str]:
     """Return what is printed of a document, in two parts: its seal, and what the seal means."""
-    seal = seal_of(document)
+    seal = SEALS[document["standing"]]
     return f"{seal.sign} {seal.word}", f" ({seal.note}): {document['sentence']}"
 
 
@@ -221,10 +192,3 @@ def path_verdict(path: Mapping[str, Any]) -> str:
     if not path["passed"]:
         return "✗ does not stand"
     return "◐ passed in an interpreter" if path["standing"] == "interpreted" else "✓ passed"
-
-
-def said_of(override: Mapping[str, Any]) -> str:
-    """Return what an override does, and why."""
-    does = ["is known to fail"] if override["is_known_failure"] else []
-    does += [f"is judged with a bound × {override['bound']:g}"] if override["bound"] > 1.0 else []
-    return f"{' and '.join(does)}: {override['reason']}"

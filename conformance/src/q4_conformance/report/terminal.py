@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from q4_conformance.outcome import BAD_VALUES, Outcome, grouped
-from q4_conformance.report.status import counted, line_of, seal_of, title_of
+from q4_conformance.report.status import counted, line_of, title_of
 from q4_conformance.report.tally import NAMES, SIGNS
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def show_run(document: Mapping[str, Any], run: Run, files: Sequence[Path]) -> No
     console.print(table)
     seal, meaning = line_of(document)
     console.print()
-    console.print(Text.assemble((seal, STYLES[seal_of(document).tone]), meaning))
+    console.print(Text.assemble((seal, STYLES[document["standing"]]), meaning))
     if document["missing"]:
         console.print(Text(f"{len(document['missing'])} cases have no result", style="red"))
     console.print(Text(counted(document), style="dim"))
