@@ -22,11 +22,11 @@ from q4core.formats import BlockOrder, as_bytes
 from q4core.layers.preparation import tell_selection
 from q4core.layers.prepared_module import Content
 from q4core.machine import outside_inference, without_casts
-from q4core.ops.plan import make_plan
 from q4core.ops.registration import LiveLayer
 from q4core.policy import UnifiedMemoryPolicy
 from q4core.probes.runner import can_export, exported_rows, prove_adopted
 from q4core.selection.cache import apply_config, select_for
+from q4core.selection.plan import make_plan
 from q4core.selection.probe_results import probe_results
 from q4core.weight import Feature, WeightSpec
 

@@ -15,7 +15,11 @@ from q4core.backend import Prepared, Request
 from q4core.errors import PLUGIN_FAULTS, BackendError, BackendUnavailableError, Q4Error, UnknownBackendError
 from q4core.layers.preparation import refuse_inside_trace
 from q4core.machine import outside_inference, without_casts
-from q4core.ops.plan import (
+from q4core.plugins.registry import default_registry
+from q4core.policy import SessionConfig
+from q4core.probes.runner import Trial
+from q4core.selection.cache import select_for
+from q4core.selection.plan import (
     damaged,
     exported_weight,
     make_plan,
@@ -25,17 +29,13 @@ from q4core.ops.plan import (
     short_name,
     typed,
 )
-from q4core.plugins.registry import default_registry
-from q4core.policy import SessionConfig
-from q4core.probes.runner import Trial
-from q4core.selection.cache import select_for
 from q4core.selection.probe_results import probe_results
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from q4core.backend import Backend
-    from q4core.ops.plan import Plan
+    from q4core.selection.plan import Plan
 
 _AGAIN = "Export the program again on this machine"
 

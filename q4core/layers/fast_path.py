@@ -22,7 +22,7 @@ from q4core.machine import (
     innermost_transform,
     is_recorded,
 )
-from q4core.ops.plan import raise_broken_call
+from q4core.selection.plan import raise_broken_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,8 +21,8 @@ from q4core.machine import is_forward_mode, is_recorded, is_transformed
 from q4core.memory import provider_of
 from q4core.ops.autograd import linear_function
 from q4core.ops.call_check import check_linear_call, refuse_bias
-from q4core.ops.plan import let_take_up
 from q4core.policy import UnifiedMemoryPolicy
+from q4core.selection.plan import let_take_up
 
 if TYPE_CHECKING:
     from q4core.ops.registration import LiveLayer

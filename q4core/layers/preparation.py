@@ -18,11 +18,11 @@ from q4core.errors import LifecycleError, Q4FallbackWarning
 from q4core.formats import as_bytes
 from q4core.machine import is_recorded, outside_inference, without_casts
 from q4core.memory import Placer
-from q4core.ops.plan import make_plan
 from q4core.ops.registration import LiveLayer
 from q4core.policy import ActivationPrecision, SessionConfig, UnifiedMemoryPolicy
 from q4core.probes.runner import Trial, can_export
 from q4core.selection.cache import resolve_device, select_for
+from q4core.selection.plan import make_plan
 from q4core.selection.probe_results import probe_results
 
 if TYPE_CHECKING:

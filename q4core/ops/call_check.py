@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from q4core.errors import InputError, LifecycleError
-from q4core.ops.plan import shapes_of
+from q4core.selection.plan import shapes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from q4core.ops.plan import Shapes
+    from q4core.selection.plan import Shapes
 
 _OP = "q4core::linear"
 _STRIDED = torch.strided

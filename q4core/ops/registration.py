@@ -19,14 +19,14 @@ from q4core.codec import dequantize
 from q4core.errors import PLUGIN_FAULTS, InputError
 from q4core.machine import on_device, outside_inference, without_casts
 from q4core.ops.call_check import check_buffers, check_linear_call, check_operand
-from q4core.ops.plan import find_plan, raise_broken_call
+from q4core.selection.plan import find_plan, raise_broken_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from q4core.backend import Prepared
     from q4core.memory import MemoryDecision
-    from q4core.ops.plan import Plan, Shapes
+    from q4core.selection.plan import Plan, Shapes
     from q4core.selection.result import Selection
 
 _CHUNK_BYTES = 16 << 20

@@ -11,9 +11,9 @@ from q4core.codec import decode_rows
 from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import BlockOrder
-from q4core.ops.plan import exported_weight
 from q4core.probes.comparison import probe_result
 from q4core.probes.linear import CHUNK_ELEMENTS, sampled
+from q4core.selection.plan import exported_weight
 
 if TYPE_CHECKING:
     from q4core.backend import Backend, Prepared

@@ -14,9 +14,9 @@ from q4core.diagnostics.events import emit
 from q4core.errors import PLUGIN_FAULTS, BackendError, PrepareError
 from q4core.formats import same_bytes
 from q4core.machine import on_device
-from q4core.ops.plan import exported_weight
 from q4core.probes.export import probe_export
 from q4core.probes.linear import probe_path
+from q4core.selection.plan import exported_weight
 from q4core.selection.probe_results import ProbeResult, ProbeResults, row_counts, warn_of_fault
 from q4core.weight import Feature
 

@@ -22,10 +22,10 @@ from q4core.errors import (
 from q4core.extension import LayerHandle, prove_once, watch
 from q4core.layers.diagnosis import ProgramRecord
 from q4core.machine import outside_inference
-from q4core.ops.plan import raise_broken_call
 from q4core.plugins.registry import default_registry
 from q4core.programs.probe import find_fault, view_of
 from q4core.programs.records import attach
+from q4core.selection.plan import raise_broken_call
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence

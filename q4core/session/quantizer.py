@@ -14,11 +14,11 @@ from q4core.backend import Request
 from q4core.diagnostics.events import emit
 from q4core.errors import BackendUnavailableError, InputError, LifecycleError, Q4Error
 from q4core.formats import Format, find_format
-from q4core.ops.plan import given_weight
 from q4core.plugins.registry import default_registry
 from q4core.policy import Rounding, SessionConfig, to_option
 from q4core.probes.quantizer import call_quantizer, probe_quantizer
 from q4core.selection.cache import select_for
+from q4core.selection.plan import given_weight
 from q4core.selection.probe_results import probe_results, warn_of_fault
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from q4core.extension import LayerHandle, attach_record, prove_once, record_of
 from q4core.layers.diagnosis import SpikeRecord
 from q4core.layers.linear import Q4Linear
 from q4core.machine import on_device
-from q4core.ops.plan import raise_broken_call
 from q4core.probes.spikes import find_spike_fault
+from q4core.selection.plan import raise_broken_call
 
 _ONE = 0x3F800000
 """The bits of 1.0."""

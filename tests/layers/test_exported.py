@@ -133,7 +133,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Call]:
 
     def move(*backends: Any, key: Callable[[str], str] = str) -> Call:
         layer = q4.Session(registry=registry(Describing())).linear(q4.quantize(torch.randn(N, K), "nf4"))
-        monkeypatch.setattr("q4core.ops.plan._plans", {})
+        monkeypatch.setattr("q4core.selection.plan._plans", {})
         there = registry(*backends)
         monkeypatch.setattr(exported, "default_registry", lambda: there)
         x = torch.randn(5, K)  # no number of rows that is probed

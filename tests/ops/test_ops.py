@@ -9,7 +9,6 @@ import torch
 from torch.library import opcheck
 
 import q4core as q4
-from q4core.ops.plan import shapes_of
 from tests.support.fakes import FakeBackend, registry
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def test_a_plan_name_depends_on_its_facts_only() -> None:
 def test_an_unknown_plan_is_a_typed_error() -> None:
     """A plan that this process never made is refused with the way out."""
     with pytest.raises(q4.LifecycleError, match=r"[Pp]repare"):
-        shapes_of("nobody/0000")
+        torch.ops.q4core.linear(torch.zeros(1, K), _layer()._own_buffers(), None, "nobody/0000")
 
 
 META = torch.device("meta")
