@@ -1,8 +1,8 @@
-"""What people do with q4core, and which contract cases prove that they can: data alone."""
+"""The use cases of q4core, and the contract cases that prove each: data alone."""
 
 from __future__ import annotations
 
-__all__ = ["USES", "USE_CASES", "uses_of"]
+__all__ = ["USES", "USE_CASES"]
 
 USE_CASES = {
     "UC-01": "Load a 4-bit checkpoint of whatever dialect",
@@ -27,10 +27,3 @@ _TABLE = {
 }  # fmt: skip
 USES = {contract: tuple(f"UC-{number}" for number in numbers.split()) for contract, numbers in _TABLE.items()}
 """Contract case → the use cases that it proves."""
-
-
-def uses_of(contract: str) -> tuple[str, ...]:
-    """Return the use cases that a contract case proves; ``LookupError`` where nobody has said yet what it is for."""
-    if contract not in USES:
-        raise LookupError(f"contract case {contract!r} proves no use case; enter it in tools.use_cases")
-    return USES[contract]
