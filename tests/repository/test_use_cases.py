@@ -9,19 +9,28 @@ from q4_conformance.contract.case import CHECKS
 from tests.support.parts import TABLES, UNCAUGHT, catchers
 from tests.support.use_cases import USE_CASES, USES
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 CERTIFICATES = DOCS / "certificates"
+BY_A_LIBRARY = {"TC-13": ("actors", "violations(")}
+"""Contract case → the package whose tests prove it, and the call that judges there."""
 
 
 def test_every_contract_case_has_a_check_and_a_fault() -> None:
-    """Each contract case has cases whose checks exist, and catches a planted fault; only a GPU's may catch none."""
+    """Each contract case has cases whose checks exist, and catches a planted fault; only a GPU's may catch none.
+
+    What a library proves has tests that name the contract case there.
+    """
     cases = [case for table in TABLES.values() for case in table]
-    assert {case.contract for case in cases} == USES.keys()
+    assert {case.contract for case in cases} == USES.keys() - BY_A_LIBRARY.keys()
     assert {case.check for case in cases} <= CHECKS.keys()
     caught = {part.split("/")[0] for _, found in catchers() for _, part in found}
     on_gpus = {part.split("/")[0] for _, part in UNCAUGHT}
-    assert USES.keys() - caught == {"EX-18"}
+    assert USES.keys() - BY_A_LIBRARY.keys() - caught == {"EX-18"}
     assert "EX-18" in on_gpus
+    for contract, (package, judge) in BY_A_LIBRARY.items():
+        tests = [path.read_text(encoding="utf-8") for path in (ROOT / "plugins" / package).glob("tests/test_*.py")]
+        assert sum(f"({contract})" in text and judge in text for text in tests) > 1
 
 
 def test_the_contract_is_whole() -> None:

@@ -16,11 +16,8 @@ import attrs
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-import q4_actors
 import q4core as q4
 from q4_conformance.checks import endurance
-from q4_conformance_faults import MUTABLE_FAULTS
-from q4_conformance_faults.mutables import Unguarded
 from q4_nn.training import straight_through
 from q4core import memory
 from q4core.layers import preparation
@@ -197,7 +194,6 @@ def _refusal(**facts: Any) -> Callable[[Any], Any]:
 _LINEAR = importlib.import_module("q4core.layers.linear")
 _NF4 = "nf4-plain-high_first-48x256b64-s0"
 _Q4_1 = "q4_1-plain-half_split32-48x256b32-s0"
-_TORN = MUTABLE_FAULTS[0]
 
 CORE_FAULTS: tuple[CoreFault, ...] = tuple(
     CoreFault(name=name, breaks=breaks, caught_by=case, says=says)
@@ -295,18 +291,6 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
             _replaced(candidates, "Rejection", _always_fine),
             f"TC-12/mix/{_NF4}",
             "'toy' is rejected with the native state 'fine'",
-        ),
-        (
-            "tears-updates",
-            lambda: mock.patch.object(q4_actors, "MutableTensor", _TORN.make),
-            "TC-13/race",
-            _TORN.says,
-        ),
-        (
-            "tears-updates-between-processes",
-            lambda: mock.patch.object(q4_actors, "SharedMutableTensor", Unguarded),
-            "TC-13/processes",
-            "no order explains",
         ),
         (
             "serves-on-any-device",

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from history import Recorder, violations
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sharing import LONG
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
-from q4_conformance.measurement.history import Recorder, violations
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -48,13 +48,14 @@ class _Race:
         self.conflicts: list[int] = []
         self._is_versioned = mode is MutableMode.VERSIONED
         self._start = threading.Barrier(self.writers + self.readers + 1)
+        self._begun = [threading.Event() for _ in range(self.readers)]
         self._is_done = threading.Event()
 
     def run(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-5)
         try:
-            background = [*(pool.submit(self._read) for _ in range(self.readers)), pool.submit(self._snapshot)]
+            background = [*(pool.submit(self._read, begun) for begun in self._begun), pool.submit(self._snapshot)]
             for future in [pool.submit(self._write, index) for index in range(self.writers)]:
                 future.result(2 * scaled(LONG))
             self._is_done.set()
@@ -67,6 +68,8 @@ class _Race:
     def _write(self, index: int) -> None:
         self._start.wait(scaled(LONG))
         for round_ in range(self.rounds):
+            if round_ == self.rounds // 2:  # on a busy machine all updates may be done before a reader has begun
+                assert all(begun.wait(scaled(LONG)) for begun in self._begun)
             fails = self._is_versioned and round_ % 7 == 0
             try:
                 self._update(1.0 + index * self.rounds + round_, wait=index > 0, fails=fails)
@@ -84,11 +87,15 @@ class _Race:
                 raise ZeroDivisionError
             seen.update(version=self.state.version + 1, value=token)
 
-    def _read(self) -> None:
+    def _read(self, begun: threading.Event) -> None:
+        """Read until no writer is left, and once more."""
         self._start.wait(scaled(LONG))
-        while not self._is_done.is_set():
+        is_last = False
+        while not is_last:
+            is_last = self._is_done.is_set()
             with self.recorder.record("read") as seen, self.state.read(timeout=scaled(LONG)) as view:
                 seen.update(version=view.version, value=_torn(view.tensor))
+            begun.set()
 
     def _snapshot(self) -> None:
         self._start.wait(scaled(LONG))
@@ -107,6 +114,7 @@ def test_races_are_linearizable(threads: concurrent.futures.ThreadPoolExecutor, 
     assert violations(history, 0.0) == ()
     stats = race.state.stats()
     written = [operation for operation in history if operation.kind == "write"]
+    assert len({operation.version for operation in history if operation.kind == "read"}) > 1
     assert stats.writes == race.state.version == len(written)
     assert stats.reads + stats.snapshots == len(history) - len(written)
     assert stats.conflicts == len(race.conflicts)

@@ -14,7 +14,6 @@ from q4_conformance_faults.fault import (
     FAULTS,
     FUNCTION_FAULTS,
     LAYER_FAULTS,
-    MUTABLE_FAULTS,
     PROGRAM_FAULTS,
     PROVIDER_FAULTS,
     Fault,
@@ -30,7 +29,6 @@ __all__ = [
     "FAULTS",
     "FUNCTION_FAULTS",
     "LAYER_FAULTS",
-    "MUTABLE_FAULTS",
     "PROGRAM_FAULTS",
     "PROVIDER_FAULTS",
     "UNUSUAL",
@@ -46,5 +44,5 @@ __all__ = [
 
 for _name in ("boundary", "conduct", "dense", "devices", "dialects", "kept"):
     importlib.import_module(f"{__name__}.{_name}")  # which enters its faults
-for _name in ("layers", "lives", "mutables", "numbers", "programs", "providers", "slips", "spikes", "ways"):
+for _name in ("layers", "lives", "numbers", "programs", "providers", "slips", "spikes", "ways"):
     importlib.import_module(f"{__name__}.{_name}")  # as above

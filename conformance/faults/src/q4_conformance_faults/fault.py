@@ -52,7 +52,6 @@ DEVICE_FAULTS: list[Fault] = []
 DIALECT_FAULTS: list[Fault] = []
 PROVIDER_FAULTS: list[Fault] = []
 FUNCTION_FAULTS: list[Fault] = []
-MUTABLE_FAULTS: list[Fault] = []
 LAYER_FAULTS: list[Fault] = []
 PROGRAM_FAULTS: list[Fault] = []
 
@@ -78,6 +77,5 @@ device_fault = _planting(DEVICE_FAULTS, format="nvfp4")
 dialect_fault = _planting(DIALECT_FAULTS)
 provider_fault = _planting(PROVIDER_FAULTS)
 function_fault = _planting(FUNCTION_FAULTS, prefix="")
-mutable_fault = _planting(MUTABLE_FAULTS, prefix="")
 layer_fault = _planting(LAYER_FAULTS)
 program_fault = _planting(PROGRAM_FAULTS)

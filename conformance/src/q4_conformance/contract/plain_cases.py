@@ -22,8 +22,6 @@ def core_cases() -> tuple[Case, ...]:
         ("TC-06", "bare", "bare", "the core and the reference alone run, without compiled code of ours", True),
         ("TC-07", "prefer", "prefer_unified", "PREFER_UNIFIED falls back with a reason and the same numbers", False),
         ("TC-08", "require", "require_unified", "REQUIRE_UNIFIED fails at once, naming the attributes", False),
-        ("TC-13", "race", "mutable_race", "no torn read, versions only grow, the history is linearizable", True),
-        ("TC-13", "processes", "mutable_processes", "the same between processes that share the tensor", True),
         ("TC-18", "often", "quantise_often", "10,000 calls: finite, bit-stable, memory flat", True),
         ("TC-19", "gradients", "ste_gradients", "linear_ste has the analytic gradients", False),
         ("TC-20", "training", "train_long", "1,000 steps: finite gradients, falling loss, memory flat", True),

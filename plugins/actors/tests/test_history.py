@@ -7,8 +7,7 @@ import random
 from typing import TYPE_CHECKING, Literal
 
 import pytest
-
-from q4_conformance.measurement.history import Operation, violations
+from history import Operation, violations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
