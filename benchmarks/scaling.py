@@ -85,7 +85,7 @@ def moved(network: Network, crew: ActorNetwork, runtime: str, actors: int) -> di
     return {
         "written_bytes": sum(sizes.values()),
         "copied_bytes": sum(sizes.values()) * COPIES[runtime],
-        "read_bytes": sum(sizes[item.source] for name in network.order for item in network.into(name)),
+        "read_bytes": sum(sizes[item.source] for name in network.order for item in network.graph.into(name)),
         "message_bytes": 0 if runtime == "threads" else actors * len(pickle.dumps(1000, protocol=5)),
         "spikes_as_bits_bytes": sum(-(-network.population(name).size // 8) for name in network.order),
     }

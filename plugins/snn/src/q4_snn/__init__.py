@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from q4_snn import spikegen, surrogate
-from q4_snn.network import Network, NetworkState, NonFiniteStateError, Population, Projection
+from q4_snn.network import Network, NetworkState
 from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF
 from q4_snn.nir import NirError, from_nir, read_nir, to_nir, write_nir
 from q4_snn.plugin import q4_layers
+from q4_snn.population import NonFiniteStateError, Population
+from q4_snn.projection import Projection
 from q4_snn.sparse import SparseProjection
 from q4_snn.stdp import STDP
 

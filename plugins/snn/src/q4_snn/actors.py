@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,64 +13,64 @@ import attrs
 import torch
 from torch import nn
 
-from q4_actors import Actor, MailboxFullError, SharedWeight
-from q4_nn import FilledLinear
-from q4_snn.network import Projection, check_finite, event_product, packed_layer
-from q4_snn.sparse import SparseProjection
-from q4core import ConfigError, InputError, Session, SessionConfig
+from q4_actors import Actor, MailboxFullError
+from q4_snn.network import Arrival, advance
+from q4_snn.projection import coming_of, numbers_of, product_of
+from q4core import ConfigError, InputError, Q4Linear, Session, SessionConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
-    from q4_actors import ActorSystem, MutableTensor
+    from q4_actors import ActorSystem, MutableTensor, SharedWeight
     from q4_snn.network import Network
-    from q4_snn.neurons import Neuron
+    from q4_snn.population import Population
+    from q4_snn.projection import Product, Synapses
 
 __all__ = ["ActorNetwork"]
 
-_LOOK_S = 0.5
-"""How often whoever waits looks whether others still live."""
+_POLL_S = 0.5
+"""How often whoever waits checks that the others are alive."""
 
 
 @attrs.frozen(eq=False)
-class _Synapses:
-    """What an actor computes a projection with: a shared 4-bit weight, or a dense one of its own."""
+class _Shared:
+    """A projection as an actor gets it: a copy, whose packed layers lie in memory that all share.
 
-    source: str
-    delay: int
-    columns: int
-    is_binary: bool
-    weight: SharedWeight | torch.Tensor
-    bias: torch.Tensor | None
-    config: SessionConfig | None
+    Args:
+        item: The copy, with a place for each packed layer.
+        layers: Name of the place → the shared weight, and what the layer was asked for.
+        coming: Shape of what is on its way; None for a projection that has no such tensor.
+    """
 
-    def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what gives [B, targets] from [B, sources]."""
-        if isinstance(self.weight, torch.Tensor):
-            dense, bias = self.weight, self.bias
-            return lambda spikes: nn.functional.linear(spikes, dense, bias)
-        layer = self.weight.layer(Session(self.config))
-        filled = layer if layer.in_features == self.columns else FilledLinear(layer, self.columns)
-        return event_product(filled) if self.is_binary else filled
+    item: Synapses
+    layers: Mapping[str, tuple[SharedWeight, SessionConfig]]
+    coming: tuple[int, ...] | None
+
+    def product(self) -> Product:
+        """Return what computes the projection in this process."""
+        module: Any = self.item
+        for name, (weight, config) in self.layers.items():
+            module.set_submodule(name, weight.layer(Session(config)))
+        return product_of(self.item)
 
 
 @attrs.frozen(eq=False)
 class _Part:
     """A population as an actor has it; ``rows`` is how many tensors lie before the ring of outputs.
 
-    They are the neurons' state, then what is on its way in each sparse projection.
+    They are the neurons' state, then what is on its way in each projection, of which the last row may be filled up.
     """
 
-    neuron: Neuron
+    population: Population
     rows: int
-    synapses: tuple[_Synapses | SparseProjection, ...]
+    into: tuple[_Shared, ...]
 
 
 class _Worker(Actor):
     """Advances some populations by one step for each message, which is the number of the step.
 
-    A message may come twice, after a restart or where sources are late: populations that have done the step are let
-    be. An actor waits for nobody who may be dead, so that it can be stopped.
+    A message may come twice, after a restart or where sources are late: a population that has done the step is not
+    advanced again. An actor waits for nobody who may be dead, so that it can be stopped.
     """
 
     def __init__(
@@ -80,48 +81,62 @@ class _Worker(Actor):
         side: str | None,
     ) -> None:
         self.parts, self.tensors, self.rows, self.side = parts, tensors, rows, side
-        self.products = {
-            name: [item if isinstance(item, SparseProjection) else item.product() for item in part.synapses]
-            for name, part in parts.items()
-        }
+        with torch.no_grad():
+            self.products = {name: [item.product() for item in part.into] for name, part in parts.items()}
 
     def on_receive(self, message: int) -> None:
         """Do a step, or what of it can be done now."""
         with torch.no_grad():
             for name, part in self.parts.items():
-                if self.tensors[name].version < message and not self._advance(name, part, message):
-                    return
+                if self.tensors[name].version < message:
+                    for shared in part.into:
+                        needed = max(0, message - shared.item.delay)
+                        if not self.tensors[shared.item.source].wait(needed, timeout=_POLL_S):
+                            return
+                    self._advance(name, part, message)
 
-    def _advance(self, name: str, part: _Part, step: int) -> bool:
-        """Do a population's step; return False, with nothing done, if a source is late."""
-        own = self.tensors[name]
+    def _advance(self, name: str, part: _Part, step: int) -> None:
+        """Do a population's step; its sources have done theirs."""
+        own, population = self.tensors[name], part.population
         with own.read(device=self.side) as seen:
             before = seen.tensor[: part.rows].clone()
-        states = len(part.neuron.states)
-        rings, current = before[states:], torch.zeros(own.shape[1:], device=before.device)
-        for item, product in zip(part.synapses, self.products[name], strict=True):
-            source = self.tensors[item.source]
-            if not source.wait(max(0, step - item.delay), timeout=_LOOK_S):
-                return False
-            with source.read(device=self.side) as seen:
-                spikes = _output(seen.tensor, self.rows[item.source], step - item.delay)
-                if isinstance(item, SparseProjection):
-                    current = current + item(spikes, rings[: len(item.ring)], step)
-                    rings = rings[len(item.ring) :]
-                else:
-                    current = current + product(spikes)
-        given, *after = part.neuron(current, *before[:states])
-        check_finite(name, part.neuron, after)
+            rest = torch.zeros_like(seen.tensor[0])
+        states = 0 if population.neuron is None else len(population.neuron.states)
+        with contextlib.closing(self._arrivals(name, part, before[states:], step)) as arrivals:
+            given, *after = advance(population, arrivals, tuple(before[:states]), rest=rest, clock=step - 1)
+        population.check_finite(after)
         with own.write(wait=True, device=self.side) as state:
             for row, value in enumerate((*after, *before[states:])):
                 state[row] = value
             _output(state, part.rows, step).copy_(given)
-        return True
+
+    def _arrivals(self, name: str, part: _Part, rings: torch.Tensor, step: int) -> Generator[Arrival]:
+        """Yield what reaches a population, each read while it is used; ``rings`` holds what is on its way."""
+        for shared, product in zip(part.into, self.products[name], strict=True):
+            item, coming = shared.item, None
+            if shared.coming is not None:
+                coming = rings.reshape(-1)[: math.prod(shared.coming)].view(shared.coming)
+                rings = rings[_rows_of(shared.coming, rings[0]) :]
+            with self.tensors[item.source].read(device=self.side) as seen:
+                spikes = _output(seen.tensor, self.rows[item.source], step - item.delay)
+                yield Arrival(item.name, product, spikes, coming)
 
 
 def _output(state: torch.Tensor, rows: int, step: int) -> torch.Tensor:
     """Return what a population gave in a step, where it lies: behind its state, in a ring."""
     return state[rows + step % (len(state) - rows)]
+
+
+def _rows_of(shape: tuple[int, ...], row: torch.Tensor) -> int:
+    """Return how many rows a tensor of a shape takes, of which the last may be filled up."""
+    return -(-math.prod(shape) // row.numel())
+
+
+def _as_rows(coming: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return what is on its way as rows of a population's state, the last one filled up with zeros."""
+    count = _rows_of(tuple(coming.shape), row)
+    filled = nn.functional.pad(coming.reshape(-1), (0, count * row.numel() - coming.numel()))
+    return tuple(filled.view(count, *row.shape))
 
 
 def _source_of(network: Network, name: str) -> str | None:
@@ -141,12 +156,8 @@ def _source_of(network: Network, name: str) -> str | None:
     add(type(neuron).__name__, neuron.dt)
     add(*(getattr(neuron, option, None) for option in ("reset", "threshold_inclusive", "reset_delay")))
     add(*(item for parameter in neuron.parameter_names for item in (parameter, getattr(neuron, parameter))))
-    for item in network.into(name):
-        add(item.source, item.delay)
-        if isinstance(item, Projection):
-            add(item.dense_weight(), getattr(packed_layer(item.synapses) or item.synapses, "bias", None))
-        elif isinstance(item, SparseProjection):
-            add(*item.state_dict().values())
+    for item in network.graph.into(name):
+        add(item.source, item.delay, *numbers_of(item))
     return f"neurons and weights of digest {found.hexdigest()[:16]}"
 
 
@@ -191,15 +202,16 @@ class ActorNetwork:
             population = network.population(name)
             rest = torch.zeros(batch, population.size, device=home)
             states = () if population.neuron is None else population.neuron.rest(rest)
-            coming = [item.coming(batch) for item in network.into(name) if isinstance(item, SparseProjection)]
-            states += tuple(row for ring in coming for row in ring)
+            for item in network.graph.into(name):
+                if (coming := coming_of(item, batch)) is not None:
+                    states += _as_rows(coming, rest)
             self._rows[name] = len(states)
-            ring = [rest] * (network.depth(name) + 1)
+            ring = [rest] * (network.graph.depths.get(name, 0) + 1)
             source = _source_of(network, name)
             self._tensors[name] = system.mutable(torch.stack([*states, *ring]), name=name, source=source, **options)
             if population.neuron is not None:
-                synapses = tuple(map(self._share, network.into(name)))
-                parts[name] = _Part(copy.deepcopy(population.neuron), len(states), synapses)
+                into = tuple(self._share(item, rest) for item in network.graph.into(name))
+                parts[name] = _Part(copy.deepcopy(population), len(states), into)
         versions = {name: tensor.version for name, tensor in self._tensors.items()}
         if max(versions.values()) > self.clock + 1:  # nobody is two steps ahead
             hint = "Resume from a checkpoint of a network with these populations."
@@ -218,25 +230,32 @@ class ActorNetwork:
             for index in range(actors)
         ]
 
-    def _share(self, item: Any) -> _Synapses | SparseProjection:
-        if isinstance(item, SparseProjection):
-            return copy.deepcopy(item)
-        if not isinstance(item, Projection):
-            rule = "a Projection or SparseProjection"
-            raise ConfigError("ActorNetwork", name="projection", rule=rule, value=type(item).__name__)
-        packed = packed_layer(item.synapses)
-        common = (item.source, item.delay, item.source_size, item.is_binary)
-        if packed is None:
-            bias = getattr(item.synapses, "bias", None)
-            return _Synapses(*common, item.dense_weight(), None if bias is None else bias.detach().clone(), None)
-        served = packed.diagnostics()  # actors ask for what this layer was asked for
+    def _share(self, item: Synapses, row: torch.Tensor) -> _Shared:
+        """Return a projection for an actor; ``row`` is one of the state of the population that it leads to."""
+        module: Any = item
+        packed = {
+            name: layer
+            for name, layer in module.named_modules(remove_duplicate=False)
+            if name and isinstance(layer, Q4Linear)
+        }
+        coming = coming_of(item, len(row))
+        if coming is not None and (coming.dtype, coming.device) != (row.dtype, row.device):
+            rule, value = f"{row.dtype} on {row.device}", f"{coming.dtype} on {coming.device}"
+            raise ConfigError(f"projection {item.name!r}", name="coming", rule=rule, value=value)
+        copied = copy.deepcopy(item, {id(layer): nn.Identity() for layer in packed.values()})
+        layers = {name: self._share_layer(layer) for name, layer in packed.items()}
+        return _Shared(copied, layers, None if coming is None else tuple(coming.shape))
+
+    def _share_layer(self, layer: Q4Linear) -> tuple[SharedWeight, SessionConfig]:
+        """Return a packed layer's weight for all actors, and the session that asks for what the layer was asked for."""
+        served = layer.diagnostics()
         config = SessionConfig(
             device=str(served.device),
             backend=served.override,
             compute_path=served.compute_path,
             activation_precision=served.request.precision,
         )
-        return _Synapses(*common, self._system.share(packed), None, config)
+        return self._system.share(layer), config
 
     @property
     def clock(self) -> int:
@@ -291,7 +310,7 @@ class ActorNetwork:
         for actor in self._actors:
             actor.tell(step)
         for tensor in self._tensors.values():
-            while not tensor.wait(step, timeout=_LOOK_S):
+            while not tensor.wait(step, timeout=_POLL_S):
                 self._system.check()
                 for actor in self._actors:  # who failed has lost the message, and who gave up waiting needs another
                     with contextlib.suppress(MailboxFullError):

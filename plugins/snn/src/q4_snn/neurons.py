@@ -1,4 +1,4 @@
-"""Neurons: NIR's parameters, snnTorch's signatures, one step a call.
+"""Kinds of neurons: NIR's parameters, snnTorch's signatures, one step a call.
 
 Time is discrete. With i the input current, each call is one forward Euler step of NIR's equation,
 ``tau_mem · dv/dt = v_leak - v + r · i``: ``v ← beta · v + (r · dt / tau_mem) · i + (dt / tau_mem) · v_leak`` with
@@ -7,211 +7,21 @@ Time is discrete. With i the input current, each call is one forward Euler step 
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from q4_snn.surrogate import Surrogate, atan
-from q4core import ConfigError, InputError
+from q4_snn.neuron import Membrane, Spiking, decay_of, gain_of, leaky_step, stated
+from q4core import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import torch
 
-__all__ = ["ALIF", "IF", "LI", "LIF", "CubaLIF", "Neuron", "Parameter", "Reset", "Spiking"]
+    from q4_snn.neuron import Parameter, Reset
+    from q4_snn.surrogate import Surrogate
 
-Parameter = float | torch.Tensor
-"""A number, or a float tensor [n] with one for each neuron, without gradients."""
-Reset = Literal["subtract", "value", "none"]
-
-
-class Neuron(nn.Module):
-    """What all neurons share: parameters, state tensors, and how a neuron that fired is reset.
-
-    Parameters are options as an epsilon is, not state: ``state_dict`` does not hold them, ``q4_snn.write_nir`` does.
-
-    Args:
-        dt: Seconds of a step.
-        **parameters: By NIR's names.
-
-    Raises:
-        ConfigError: A parameter is not legal or wants gradients, or parameters have several sizes.
-    """
-
-    states: ClassVar[tuple[str, ...]] = ("mem",)
-    """Names of the state tensors, in the order in which ``forward`` takes and returns them."""
-    dt: float
-
-    def __init__(self, dt: float, **parameters: Parameter) -> None:
-        super().__init__()
-        self.dt = self._number("dt", dt)
-        self.parameter_names = (*parameters,)
-        for name, value in parameters.items():
-            if isinstance(value, torch.Tensor) and (value.requires_grad or isinstance(value, nn.Parameter)):
-                hint = f"Neurons' parameters don't learn: give {name}.detach(), and train the synapses."
-                rule = "a number, or a tensor [n] without gradients"
-                raise ConfigError(self._what, name=name, rule=rule, value=f"a {type(value).__name__}", hint=hint)
-            self._keep(name, value if isinstance(value, torch.Tensor) else self._number(name, value))
-        self._require("dt", "above 0 seconds", lambda value: value > 0)
-        least, rule = self.dt * (1 - 1e-6), f"dt ({self.dt:g} s) or more: a step must not overshoot"
-        self._size: int | None = None
-        for name in parameters:
-            if name.startswith("tau_"):
-                self._require(name, rule, lambda value: value >= least)
-            else:
-                self._require(name, "finite", torch.isfinite)
-            value = getattr(self, name)
-            if isinstance(value, torch.Tensor):
-                if value.dim() != 1 or self._size not in {None, len(value)}:
-                    rule = "numbers, or tensors [n] of one n"
-                    raise ConfigError(self._what, name=name, rule=rule, value=list(value.shape))
-                self._size = len(value)
-
-    @property
-    def _what(self) -> str:
-        return type(self).__name__
-
-    @property
-    def size(self) -> int | None:
-        """How many neurons the parameters are for; None where any number will do."""
-        return self._size
-
-    def _number(self, name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ConfigError(self._what, name=name, rule="a finite number, or a tensor [n]", value=value)
-        return float(value)
-
-    def _require(self, name: str, rule: str, holds: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        value = getattr(self, name)
-        found = torch.as_tensor(value, dtype=torch.float64)
-        if not bool((torch.isfinite(found) & holds(found)).all()):
-            raise ConfigError(self._what, name=name, rule=rule, value=value)
-
-    def _keep(self, name: str, value: Parameter) -> None:
-        """Keep a number as it is, for every dtype, and a tensor as a buffer that moves with the module."""
-        if isinstance(value, torch.Tensor):
-            if value.dim() == 0:
-                setattr(self, name, float(value))
-            else:
-                self.register_buffer(name, value.detach().to(torch.get_default_dtype()), persistent=False)
-        else:
-            setattr(self, name, value)
-
-    def rest(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the state of neurons at rest, of the shape and dtype of x."""
-        leak = getattr(self, "v_leak", 0.0)
-        return (*(torch.zeros_like(x) for _ in self.states[:-1]), torch.zeros_like(x) + leak)
-
-    def _state(self, x: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
-        """Return the state to step from: what is given, or rest."""
-        if self._size is not None and (x.dim() == 0 or x.shape[-1] != self._size):
-            raise InputError(self._what, name="x", rule=f"of shape [..., {self._size}]", value=list(x.shape))
-        if given[0] is None and all(item is None for item in given):
-            return self.rest(x)
-        for name, item in zip(self.states, given, strict=True):
-            if item is None or item.shape != x.shape:
-                value = None if item is None else list(item.shape)
-                raise InputError(self._what, name=name, rule=f"of the shape of x, {list(x.shape)}", value=value)
-        return cast("tuple[torch.Tensor, ...]", given)
-
-    def extra_repr(self) -> str:
-        """Return what torch prints."""
-        values = ((name, getattr(self, name)) for name in self.parameter_names)
-        told = (f"{name}=[{len(v)}]" if isinstance(v, torch.Tensor) else f"{name}={v:g}" for name, v in values)
-        return ", ".join([*told, f"dt={self.dt:g}"])
+__all__ = ["ALIF", "IF", "LI", "LIF", "CubaLIF"]
 
 
-class Spiking(Neuron):
-    """A neuron with a threshold, which gives zeros and ones."""
-
-    v_threshold: Parameter
-    v_reset: Parameter
-
-    def __init__(
-        self,
-        dt: float,
-        reset: Reset,
-        threshold_inclusive: bool,  # noqa: FBT001  # private
-        reset_delay: bool,  # noqa: FBT001  # private
-        surrogate: Surrogate | None,
-        **parameters: Parameter,
-    ) -> None:
-        super().__init__(dt, **parameters)
-        if reset not in get_args(Reset):
-            raise ConfigError(self._what, name="reset", rule=f"one of {', '.join(get_args(Reset))}", value=reset)
-        self.reset: Reset = reset
-        self.threshold_inclusive = threshold_inclusive
-        self.reset_delay = reset_delay
-        self.surrogate = atan() if surrogate is None else surrogate
-
-    def _fire(
-        self, mem: torch.Tensor, integrate: Callable[[torch.Tensor], torch.Tensor], rise: torch.Tensor | float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return spikes and membranes after a step of ``integrate``, resets included; they carry no gradient."""
-        threshold = self.v_threshold + rise
-        if self.reset_delay and self.reset != "none":  # who was above the threshold is reset as this step begins
-            before = mem.detach()
-            fired = before >= threshold if self.threshold_inclusive else before > threshold
-            if self.reset == "subtract":
-                mem = integrate(mem) - _times(self.v_threshold, fired.to(mem))
-            else:
-                mem = integrate(torch.where(fired, self.v_reset, mem))
-            return self.surrogate(mem - threshold, inclusive=self.threshold_inclusive), mem
-        mem = integrate(mem)
-        spikes = self.surrogate(mem - threshold, inclusive=self.threshold_inclusive)
-        if self.reset == "subtract":
-            mem = mem - _times(self.v_threshold, spikes.detach())
-        elif self.reset == "value":
-            mem = torch.where(spikes.detach() > 0, self.v_reset, mem)
-        return spikes, mem
-
-
-def _decay(dt: float, tau: Parameter) -> Parameter:
-    return 1 - dt / tau
-
-
-def _gain(dt: float, tau: Parameter, r: Parameter | None) -> Parameter:
-    """Return what one unit of current adds to a membrane in a step: exactly 1 where no resistance is given."""
-    return 1.0 if r is None else r * dt / tau
-
-
-def _times(factor: Parameter, x: torch.Tensor) -> torch.Tensor:
-    """Return the product; a factor of 1 costs nothing."""
-    return x if isinstance(factor, float) and factor == 1.0 else factor * x
-
-
-def _leaky(mem: torch.Tensor, current: torch.Tensor, beta: Parameter, gain: Parameter, leak: Parameter) -> torch.Tensor:
-    """Return the membranes after one Euler step; ones and zeros cost nothing."""
-    mem = beta * mem + _times(gain, current)
-    return mem if isinstance(leak, float) and leak == 0.0 else mem + (1 - beta) * leak
-
-
-class _Membrane(Neuron):
-    """What neurons with a leaky membrane derive from their parameters."""
-
-    tau_mem: Parameter
-    v_leak: Parameter
-
-    @property
-    def beta(self) -> Parameter:
-        """Share of a membrane that a step leaves: 1 - dt / tau_mem."""
-        return _decay(self.dt, self.tau_mem)
-
-    @property
-    def gain(self) -> Parameter:
-        """What one unit of current adds in a step: r · dt / tau_mem, or 1 where r is None."""
-        return _gain(self.dt, self.tau_mem, getattr(self, "r", None))
-
-    def _integrate(self, mem: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-        return _leaky(mem, current, self.beta, self.gain, self.v_leak)
-
-
-def _given(**parameters: Parameter | None) -> dict[str, Parameter]:
-    return {name: value for name, value in parameters.items() if value is not None}
-
-
-class LI(_Membrane):
+class LI(Membrane):
     """Leaky integrator: a membrane that never fires, such as a read-out.
 
     Args:
@@ -227,7 +37,7 @@ class LI(_Membrane):
     def __init__(
         self, tau_mem: Parameter, r: Parameter | None = None, v_leak: Parameter = 0.0, *, dt: float = 1e-4
     ) -> None:
-        super().__init__(dt, **_given(tau_mem=tau_mem, r=r, v_leak=v_leak))
+        super().__init__(dt, **stated(tau_mem=tau_mem, r=r, v_leak=v_leak))
 
     def forward(self, x: torch.Tensor, mem: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the membranes twice, as output and as state: [..., n] from currents [..., n]."""
@@ -236,8 +46,8 @@ class LI(_Membrane):
         return mem, mem
 
 
-class LIF(Spiking, _Membrane):
-    """Leaky integrate-and-fire neuron; the same numbers as snnTorch's ``Leaky`` with ``reset_delay`` as told here.
+class LIF(Spiking, Membrane):
+    """Leaky integrate-and-fire neuron; the same numbers as snnTorch's ``Leaky`` with the same ``reset_delay``.
 
     Args:
         tau_mem: Time constant in seconds, at least dt.
@@ -249,7 +59,7 @@ class LIF(Spiking, _Membrane):
         reset: ``subtract`` the threshold, set to the ``value`` v_reset, or ``none``.
         threshold_inclusive: Whether a membrane at exactly the threshold fires.
         reset_delay: Whether the reset waits for the next step, as snnTorch's default does.
-        surrogate: Gradient of a spike; ``atan()`` unless told.
+        surrogate: Gradient of a spike; Defaults to ``atan()``.
 
     Raises:
         ConfigError: A parameter is not legal.
@@ -269,7 +79,7 @@ class LIF(Spiking, _Membrane):
         reset_delay: bool = False,
         surrogate: Surrogate | None = None,
     ) -> None:
-        values = _given(tau_mem=tau_mem, r=r, v_leak=v_leak, v_threshold=v_threshold, v_reset=v_reset)
+        values = stated(tau_mem=tau_mem, r=r, v_leak=v_leak, v_threshold=v_threshold, v_reset=v_reset)
         super().__init__(dt, reset, threshold_inclusive, reset_delay, surrogate, **values)
 
     @classmethod
@@ -283,7 +93,7 @@ class LIF(Spiking, _Membrane):
         return self._fire(mem, lambda before: self._integrate(before, x))
 
 
-class CubaLIF(Spiking, _Membrane):
+class CubaLIF(Spiking, Membrane):
     """Current-based LIF neuron: its synaptic current decays too; the same numbers as snnTorch's ``Synaptic``.
 
     Args:
@@ -316,7 +126,7 @@ class CubaLIF(Spiking, _Membrane):
         reset_delay: bool = False,
         surrogate: Surrogate | None = None,
     ) -> None:
-        values = _given(
+        values = stated(
             tau_mem=tau_mem, tau_syn=tau_syn, r=r, v_leak=v_leak, v_threshold=v_threshold, v_reset=v_reset, w_in=w_in
         )
         super().__init__(dt, reset, threshold_inclusive, reset_delay, surrogate, **values)
@@ -332,14 +142,14 @@ class CubaLIF(Spiking, _Membrane):
     @property
     def alpha(self) -> Parameter:
         """Share of a synaptic current that a step leaves: 1 - dt / tau_syn."""
-        return _decay(self.dt, self.tau_syn)
+        return decay_of(self.dt, self.tau_syn)
 
     def forward(
         self, x: torch.Tensor, syn: torch.Tensor | None = None, mem: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (spikes, currents, membranes), [..., n] each, from input [..., n] and the state before."""
         syn, mem = self._state(x, (syn, mem))
-        syn = _leaky(syn, x, self.alpha, _gain(self.dt, self.tau_syn, getattr(self, "w_in", None)), 0.0)
+        syn = leaky_step(syn, x, self.alpha, gain_of(self.dt, self.tau_syn, getattr(self, "w_in", None)), 0.0)
         spikes, mem = self._fire(mem, lambda before: self._integrate(before, syn))
         return spikes, syn, mem
 
@@ -366,17 +176,17 @@ class IF(Spiking):
         reset_delay: bool = False,
         surrogate: Surrogate | None = None,
     ) -> None:
-        values = _given(r=r, v_threshold=v_threshold, v_reset=v_reset)
+        values = stated(r=r, v_threshold=v_threshold, v_reset=v_reset)
         super().__init__(dt, reset, threshold_inclusive, reset_delay, surrogate, **values)
 
     def forward(self, x: torch.Tensor, mem: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (spikes, membranes), [..., n] each, from currents [..., n] and the membranes before."""
         (mem,) = self._state(x, (mem,))
-        gain = _gain(self.dt, 1.0, getattr(self, "r", None))
-        return self._fire(mem, lambda before: _leaky(before, x, 1.0, gain, 0.0))
+        gain = gain_of(self.dt, 1.0, getattr(self, "r", None))
+        return self._fire(mem, lambda before: leaky_step(before, x, 1.0, gain, 0.0))
 
 
-class ALIF(Spiking, _Membrane):
+class ALIF(Spiking, Membrane):
     """Adaptive LIF neuron: each spike raises the threshold by ``adaptation``, which decays with ``tau_adapt``.
 
     Args:
@@ -411,7 +221,7 @@ class ALIF(Spiking, _Membrane):
         threshold_inclusive: bool = False,
         surrogate: Surrogate | None = None,
     ) -> None:
-        values = _given(
+        values = stated(
             tau_mem=tau_mem,
             tau_adapt=tau_adapt,
             adaptation=adaptation,
@@ -425,7 +235,7 @@ class ALIF(Spiking, _Membrane):
     @property
     def rho(self) -> Parameter:
         """Share of the threshold's rise that a step leaves: 1 - dt / tau_adapt."""
-        return _decay(self.dt, self.tau_adapt)
+        return decay_of(self.dt, self.tau_adapt)
 
     def forward(
         self, x: torch.Tensor, adapt: torch.Tensor | None = None, mem: torch.Tensor | None = None

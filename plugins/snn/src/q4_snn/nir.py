@@ -12,15 +12,17 @@ import attrs
 import numpy as np
 import torch
 
-from q4_snn.network import Network, Population, Projection
-from q4_snn.neurons import IF, LI, LIF, CubaLIF, Neuron
+from q4_snn.network import Network
+from q4_snn.neurons import IF, LI, LIF, CubaLIF
+from q4_snn.population import Population
+from q4_snn.projection import Projection
 from q4core import ConfigError, InputError, PluginError
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     import os
 
-    from q4_snn.neurons import Reset
+    from q4_snn.neuron import Neuron, Reset
 
 __all__ = ["NirError", "from_nir", "read_nir", "to_nir", "write_nir"]
 
@@ -107,7 +109,7 @@ def to_nir(network: Network) -> Any:
             else nir.Affine(weight, bias.detach().cpu().numpy(), metadata=metadata)
         )
         edges.append((item.source, name))
-        if further := item.delay - network.closes_cycle(item):
+        if further := item.delay - network.graph.closes_cycle(item):
             nodes[f"{name}_delay"] = nir.Delay(np.full(item.target_size, further * dt))
             edges += [(name, f"{name}_delay"), (f"{name}_delay", item.target)]
         else:

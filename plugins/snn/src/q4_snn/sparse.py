@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import q4core as q4
-from q4_snn.network import Population, check_name
+from q4_snn.population import Population, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
