@@ -77,6 +77,8 @@ class Checkpoint(Mapping[str, PackedWeight]):
                     rule, where = problem.rule, str(self.path)
                     hint = "Read another layer, or pack the original weight by `q4 quantize`."
                     raise CheckpointError(what, name=module, rule=rule, value=problem.value, where=where, hint=hint)
+            if module in self.dense:
+                raise KeyError(f"{module!r} is no layer but a dense tensor: checkpoint.dense[{module!r}]")
             close = closest_name(module, self.schema.layers)
             raise KeyError(f"no {what} in {self.path}" + (f"; did you mean {close!r}?" if close else ""))
         weight = self._alive.get(module)

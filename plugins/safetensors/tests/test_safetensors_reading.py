@@ -147,10 +147,12 @@ def test_closing(tmp_path: Path) -> None:
 
 
 def test_missing_names_are_key_errors(tmp_path: Path) -> None:
-    """An unknown layer or tensor is a KeyError, as of any mapping, that names the closest layer."""
-    checkpoint = q4.open(save(tmp_path / "x.safetensors", {**trio("layers.0.up_proj")}))
+    """An unknown layer or tensor is a KeyError, as of any mapping, that names the closest layer or the place."""
+    checkpoint = q4.open(save(tmp_path / "x.safetensors", {**trio("layers.0.up_proj"), "norm.weight": torch.ones(4)}))
     with pytest.raises(KeyError, match=r"did you mean 'layers\.0\.up_proj'"):
         checkpoint["layers.0.up_prj"]
+    with pytest.raises(KeyError, match=r"no layer but a dense tensor: checkpoint\.dense\['norm\.weight'\]"):
+        checkpoint["norm.weight"]
     with pytest.raises(KeyError):
         checkpoint.dense["layers.0.up_proj.weight"]
     assert checkpoint.get("x") is None
