@@ -15,7 +15,7 @@ from q4_cli.doctor_report import versions
 from q4_cli.files import open_file
 from q4_cli.output import open_output, print_table, say
 from q4_cli.timing import COLD_BYTES, copies_for, copy_bandwidth, quantile, require_right, time_calls
-from q4core.plugin_api import resolve_device
+from q4core.plugin_api import counted, resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,7 +189,7 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
     source = "from caches where they hold it" if record["rotated_bytes"] is None else "from memory"
     say(console)
     text = (
-        f"{head['device']}, x {head['dtype']}, {machine.torch_threads} threads, {machine.processor}; "
+        f"{head['device']}, x {head['dtype']}, {counted(machine.torch_threads, 'thread')}, {machine.processor}; "
         f"a copy moves {record['copy_bytes_per_s'] / 1e9:.1f} GB/s (read + written). "
         f"GB/s counts the packed weight, read once per call {source}. Every answer was checked first."
     )
