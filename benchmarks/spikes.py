@@ -14,8 +14,8 @@ import torch
 
 import q4core as q4
 from benchmarks import record
+from q4_snn.products import SpikeProduct
 from q4core.extension import LayerHandle
-from q4core.spikes import SpikeProduct
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

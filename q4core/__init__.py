@@ -4,9 +4,9 @@ The names below are the public contract; plugins and the conformance kit use not
 touches no device and no network.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from q4core import errors, memory, programs, spikes
+from q4core import errors, memory, programs
 from q4core.backend import (
     API_VERSION,
     EVERY_FORMAT,
@@ -129,8 +129,13 @@ _MOVED = {
 }
 """Names that were the core's → the package that has them now, under the same name."""
 
-if not TYPE_CHECKING:  # for a checker, a name that is not here stays an error
-    __getattr__ = getattr_of(__name__, _MOVED)
+_MODULES = {"spikes": "q4_snn.products"}
+"""Submodules that were the core's → what they are now: attributes where the package is installed."""
+
+if TYPE_CHECKING:
+    spikes: Any
+else:  # for a checker, a name that is not here stays an error
+    __getattr__ = getattr_of(__name__, _MOVED, _MODULES)
 
 
 __all__ = [
@@ -242,7 +247,6 @@ __all__ = [
     "resolve_levels",
     "save_checkpoint",
     "select",
-    "spikes",
     "unpack_codes",
     "using",
     "validate",

@@ -16,6 +16,8 @@ from q4core.diagnostics.events import warn_once
 from q4core.errors import Q4ProbeWarning
 from q4core.layers.diagnosis import Record
 from q4core.machine import outside_inference
+from q4core.selection.plan import raise_broken_call
+from q4core.probes.linear import find_product_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -27,7 +29,18 @@ if TYPE_CHECKING:
     from q4core.plugins.registry import Registry
     from q4core.weight import PackedWeight
 
-__all__ = ["LayerHandle", "Record", "attach_record", "prove_once", "record_of", "records_of", "watch"]
+__all__ = [
+    "LayerHandle",
+    "Record",
+    "attach_record",
+    "find_product_fault",
+    "find_refusal",
+    "prove_once",
+    "raise_broken_call",
+    "record_of",
+    "records_of",
+    "watch",
+]
 
 _CONTENT, _BIAS = operator.attrgetter("_content"), operator.methodcaller("get", "bias")
 _shown: weakref.WeakKeyDictionary[Registry, dict[tuple[str, str, Hashable], str | None]] = weakref.WeakKeyDictionary()
@@ -116,6 +129,22 @@ def watch(handles: Iterable[LayerHandle]) -> Callable[[], bool]:
         return [*map(_CONTENT, layers)] == contents and all(map(operator.is_, map(_BIAS, parameters), biases))
 
     return are_current
+
+
+def find_refusal(backend: Backend, op: str, device: torch.device, methods: Iterable[str]) -> str | None:
+    """Return why a backend is not asked for an op on a device, or None.
+
+    Args:
+        backend: Who would compute.
+        op: What its capabilities must declare.
+        device: Where it would compute.
+        methods: What a backend that declares the op must have.
+    """
+    declared = backend.capabilities
+    if op not in declared.ops or device.type not in declared.devices:
+        return f"op {op!r} is not declared for {device.type}"
+    missing = [name for name in methods if not callable(getattr(backend, name, None))]
+    return f"op {op!r} is declared without the methods {', '.join(missing)}" if missing else None
 
 
 def prove_once(

@@ -20,7 +20,7 @@ __all__ = ["getattr_of"]
 
 @attrs.frozen
 class _Finder:
-    """The last finder of imports: it raises for names of one package that moved, and finds nothing.
+    """A finder of imports that raises for names of one package that moved, and finds nothing.
 
     ``from package import name`` asks for a submodule of that name, too, where the package lacks the attribute.
     """
@@ -58,7 +58,7 @@ def getattr_of(
         install = f"pip install {owner.replace('_', '-')}, then {messages[name]}"
         messages[name] = f"{package}.{name} moved to {module}: {install}"
     if (finder := _Finder(package, messages)) not in sys.meta_path:
-        sys.meta_path.append(finder)
+        sys.meta_path.insert(0, finder)  # before that of folders: one of compiled files may be left
 
     def find(name: str) -> object:
         if name in modules:

@@ -14,7 +14,7 @@ from q4_conformance.subjects.reference import REFERENCE
 SOURCE = Path(__file__).parents[1] / "src" / "q4_conformance"
 PYTEST_SIDE = SOURCE.parent / "pytest_q4_conformance.py"
 FILES = [*sorted(SOURCE.rglob("*.py")), PYTEST_SIDE]
-PUBLIC_MODULES = {"q4core", "q4core.extension", "q4core.moved", "q4core.plugin_api", "q4core.programs", "q4core.spikes"}
+PUBLIC_MODULES = {"q4core", "q4core.extension", "q4core.moved", "q4core.plugin_api", "q4core.programs"}
 PACKAGES = {"q4core", "q4_conformance", "attrs", "numpy", "torch"}
 EXTRAS = {
     "command/conform.py": {"rich", "typer"},

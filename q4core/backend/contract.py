@@ -106,7 +106,7 @@ class Backend(Protocol):
     one call then runs; see ``RunsPrograms``.
 
     ``spikes(prepared, x, out, *, bias) -> None`` and ``spike_limit(rows) -> float`` (declare op
-    ``"spikes"``) multiply with rows of 0 and 1; see ``RunsSpikes``.
+    ``"spikes"``) multiply with rows of 0 and 1; see ``q4_snn.products.RunsSpikes``.
 
     ``describe(meta) -> dict`` gives ``Prepared.meta`` as what JSON holds, with a number that changes with the layout,
     and ``meta_from(facts) -> meta`` gives an equal one back in any process; a ``Q4Error`` for facts that this

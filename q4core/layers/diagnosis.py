@@ -154,32 +154,6 @@ class ProgramRecord(Record):
         return "\n".join([f"program {self.name}: {ran}", *(f"  {reason}" for reason in self.reasons)])
 
 
-@attrs.define(eq=False)
-class SpikeRecord(Record):
-    """How often a layer's products with spikes ran sparsely, and how often densely.
-
-    Args:
-        layer: Its name.
-        backend: Who runs them.
-        reason: Why none is sparse; None where the backend's sparse product serves.
-        sparse: Calls of the sparse product.
-        dense: Calls of the dense one.
-    """
-
-    section = "spikes"
-
-    layer: str
-    backend: str = ""
-    reason: str | None = None
-    sparse: int = 0
-    dense: int = 0
-
-    def __str__(self) -> str:
-        """Return the record as a line."""
-        why = "" if self.reason is None else f"; not sparsely: {self.reason}"
-        return f"spikes of {self.layer} on {self.backend}: {self.sparse} × sparse, {self.dense} × dense{why}"
-
-
 @attrs.frozen
 class Report:
     """The records of many layers, and those that libraries attached to them.

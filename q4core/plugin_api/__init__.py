@@ -16,11 +16,12 @@ from q4core.checkpoint.files import (
 from q4core.checkpoint.opening import find_layers
 from q4core.codec import decode_rows
 from q4core.diagnostics.describe_exception import describe_exception
+from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.diagnostics.events import emit, muted, parse_log, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name, counted
 from q4core.formats import FLOATS
 from q4core.layers.preparation import emit_selection
-from q4core.machine import is_plain_call
+from q4core.machine import is_plain_call, on_device, outside_inference
 from q4core.plugins.discovery import plugin_of_command
 from q4core.schema import MARKER as DIALECT_KEY
 from q4core.schema import find_dialect
@@ -42,7 +43,10 @@ __all__ = [
     "is_there",
     "map_privately",
     "muted",
+    "note_fault",
+    "on_device",
     "open_regular",
+    "outside_inference",
     "parse_json",
     "parse_log",
     "plugin_of_command",

@@ -235,7 +235,6 @@ def _fault_of_backend(item: Any) -> Reason | None:
         "quantize": ["quantize"],
         "input_gradient": ["input_gradient"],
         "program": ["bind_program"],
-        "spikes": ["spikes", "spike_limit"],
     }
     methods = ["check", "prepare", "linear", *(name for op in optional if op in declared.ops for name in optional[op])]
     missing = [name for name in methods if not callable(getattr(item, name, None))]

@@ -211,6 +211,24 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
     return probe_result(message, started, worst)
 
 
+def find_product_fault(x: torch.Tensor, out: torch.Tensor, weight: PackedWeight) -> str | None:
+    """Return what is wrong with ``out = x @ wᵀ``, or None: float64 decides, for the out-features that probes compare.
+
+    Args:
+        x: [M, K] of few rows.
+        out: [M, N] that was computed; its dtype says how results are rounded.
+        weight: w, [N, K].
+    """
+    columns = sampled(weight.out_features)
+    exact = torch.zeros((2, len(x), columns.numel()), dtype=torch.float64)
+    run = _Run(x.to("cpu", torch.float64), out[:, columns.to(out.device)], *exact)
+    _add_up([run], weight, columns, is_gradient=False)
+    bound = error_bound(run.reference, run.magnitude, weight.in_features, out.dtype)
+    if worst_ratio(run.out, run.reference, bound) <= 1.0:
+        return None
+    return describe_wrong(run.out, run.reference, bound, columns, "y")
+
+
 def _activations(count: int, source: PackedWeight, request: Request, path: KernelPath, draw: int) -> torch.Tensor:
     """Return activations that a path rounds without loss, also where it permutes or scales them first.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,8 +12,7 @@ import torch
 
 import q4core as q4
 from q4core.probes.comparison import error_bound
-from q4core.probes.linear import grid_activations, probe_path
-from q4core.probes.spikes import find_spike_fault
+from q4core.probes.linear import find_product_fault, grid_activations, probe_path
 from tests.support.fakes import KERNEL_PATH, FakeBackend, registry
 
 if TYPE_CHECKING:
@@ -473,19 +471,13 @@ def test_the_reference_passes_its_own_probe_for_every_format(format_: str, dtype
     assert 0 <= result.worst_ratio <= 1
 
 
-def test_the_page_says_what_the_probe_of_spikes_runs() -> None:
-    """One call of four rows, with the shares of ones that docs/backend-api.md names, and without a bias."""
-    seen: list[tuple[torch.Tensor, object]] = []
-    weight = _weight(columns=4096)
-
-    class Sparse(FakeBackend):
-        def spikes(self, _: q4.Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None) -> None:
-            seen.append((x, bias))
-            out.copy_(x.float() @ q4.dequantize(weight).T)
-
-    assert find_spike_fault(Sparse("sparse"), q4.Prepared([torch.zeros(1)]), weight) is None
-    ((x, bias),) = seen
-    shares = [round(float(share), 2) for share in x.double().mean(1)]
-    page = Path(__file__).parents[2] / "docs" / "backend-api.md"
-    assert (shares, bias) == ([0.0, 0.02, 0.2, 1.0], None)
-    assert "four rows, of no ones, 2 %, 20 % and all ones, without a bias" in page.read_text(encoding="utf-8")
+def test_a_product_is_compared_in_the_rows_that_probes_compare() -> None:
+    """``find_product_fault`` is silent about a right product, and names the worst element of a wrong one."""
+    weight, x = _weight(rows=1100), torch.eye(3, 128)
+    out = x @ q4.dequantize(weight).T
+    assert find_product_fault(x, out, weight) is None
+    out[1, 1099] += 1
+    message = find_product_fault(x, out, weight)
+    assert message is not None
+    assert "1 of" in message
+    assert "worst y[1, 1099] = " in message

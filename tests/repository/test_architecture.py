@@ -31,7 +31,6 @@ PUBLIC_MODULES = {
     "q4core.moved",
     "q4core.plugin_api",
     "q4core.programs",
-    "q4core.spikes",
 }
 """What may be imported from: the face itself, and the submodules that the guide documents."""
 CORE_IMPORTS = {"torch", "attrs", "pluggy", "structlog"}

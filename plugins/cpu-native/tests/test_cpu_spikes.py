@@ -7,7 +7,7 @@ import torch
 
 import q4core as q4
 from q4_cpu_native import CpuNative
-from q4core.spikes import SpikeProduct
+from q4_snn.products import SpikeProduct
 from tests.support.cpu_layers import ISAS
 
 

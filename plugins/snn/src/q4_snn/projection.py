@@ -12,7 +12,7 @@ from torch import nn
 from q4_nn import FilledLinear, STELinear
 from q4_snn.population import check_name
 from q4core import ConfigError, InputError, Q4Linear, dequantize
-from q4core.spikes import SpikeProduct
+from q4_snn.products import SpikeProduct
 
 if TYPE_CHECKING:
     from q4_snn.population import Population
@@ -144,7 +144,7 @@ class Projection(nn.Module):
         """Return ``forward`` for many steps in a row.
 
         Synapses that train in four bits are quantised once for all. Packed ones cost only the spikes that there are,
-        as ``q4core.spikes.SpikeProduct``, where the source fires, and nothing records gradients.
+        as ``q4_snn.products.SpikeProduct``, where the source fires, and nothing records gradients.
         """
         if isinstance(self.synapses, STELinear):
             return functools.partial(nn.functional.linear, weight=self.synapses.quantised(), bias=self.synapses.bias)

@@ -1,22 +1,84 @@
-"""``SpikeProduct``: a layer's product with spikes, sparse where they are rare and dense where they are not."""
+"""``SpikeProduct``: a layer's product with spikes, sparse where they are rare and dense where they are not.
+
+The backend that prepared the layer computes the sparse product, by the methods of ``RunsSpikes``.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any, Protocol
 
+import attrs
 import torch
 
-from q4core.errors import PLUGIN_FAULTS, InputError
-from q4core.extension import LayerHandle, attach_record, prove_once, record_of
-from q4core.layers.diagnosis import SpikeRecord
-from q4core.layers.linear import Q4Linear
-from q4core.machine import on_device
-from q4core.probes.spikes import find_spike_fault
-from q4core.selection.plan import raise_broken_call
+from q4core import InputError, Q4Linear
+from q4core.extension import (
+    LayerHandle,
+    Record,
+    attach_record,
+    find_product_fault,
+    find_refusal,
+    prove_once,
+    raise_broken_call,
+    record_of,
+)
+from q4core.plugin_api import PLUGIN_FAULTS, note_fault, on_device
+
+if TYPE_CHECKING:
+    from q4core import PackedWeight, Prepared
+
+__all__ = ["RunsSpikes", "SpikeProduct", "SpikeRecord"]
 
 _ONE = 0x3F800000
 """The bits of 1.0."""
 _HINT = "Call the layer itself for other numbers, and for gradients."
+_RATES = (0.0, 0.02, 0.2, 1.0)
+"""Share of ones in each row of the self-probe."""
+
+
+class RunsSpikes(Protocol):
+    """The methods of a backend whose manifest declares the op ``"spikes"``."""
+
+    def spikes(self, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None) -> None:
+        """Write ``x @ wᵀ + bias`` to ``out``, with exact weights.
+
+        Args:
+            prepared: What ``prepare`` gave for a request of float32.
+            x: bool [M, K], contiguous; M ≥ 1.
+            out: float32 [M, N], contiguous; written completely, never read.
+            bias: float32 [N], contiguous, or None.
+        """
+        ...
+
+    def spike_limit(self, rows: int) -> float:
+        """Return the share of ones, from 0 to 1, above which the dense product of that many rows is faster."""
+        ...
+
+
+@attrs.define(eq=False)
+class SpikeRecord(Record):
+    """How often a layer's products with spikes ran sparsely, and how often densely.
+
+    Args:
+        layer: Its name.
+        backend: Who runs them.
+        reason: Why none is sparse; None where the backend's sparse product serves.
+        sparse: Calls of the sparse product.
+        dense: Calls of the dense one.
+    """
+
+    section = "spikes"
+
+    layer: str
+    backend: str = ""
+    reason: str | None = None
+    sparse: int = 0
+    dense: int = 0
+
+    def __str__(self) -> str:
+        """Return the record as a line."""
+        why = "" if self.reason is None else f"; not sparsely: {self.reason}"
+        return f"spikes of {self.layer} on {self.backend}: {self.sparse} × sparse, {self.dense} × dense{why}"
 
 
 class SpikeProduct:
@@ -119,38 +181,6 @@ class SpikeProduct:
                 raise self._refusal("x", "0 and 1 alone", float(flat[wrong][0]))
         return handle, ones
 
-    def events(self, columns: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Return the product with rows whose ones are told by their columns.
-
-        Args:
-            columns: int64 [S]: row m's are ``columns[starts[m]:starts[m + 1]]``, in 0 … K - 1; one that is there twice
-                counts once.
-            starts: int64 [M + 1], from 0 to S, never falling.
-
-        Returns:
-            float32 [M, N].
-
-        Raises:
-            InputError: One of them has the wrong shape, dtype or device, or a column is out of range.
-            LifecycleError: The layer is closed, or waits for its state.
-        """
-        handle, width = self._ready(), self.layer.in_features
-        for name, tensor in (("columns", columns), ("starts", starts)):
-            if tensor.dtype is not torch.int64 or tensor.dim() != 1 or tensor.device != handle.device:
-                value = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-                raise self._refusal(name, f"an int64 vector on {handle.device}", value)
-        ends = starts.tolist()
-        if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(columns) or sorted(ends) != ends:  # noqa: PLR2004  # a row
-            raise self._refusal("starts", f"of at least 2, rising from 0 to {len(columns)}", ends[:8])
-        wrong = (columns < 0) | (columns >= width)
-        if bool(wrong.any()):
-            raise self._refusal("columns", f"in 0 … {width - 1}", int(columns[wrong][0]))
-        rows = len(ends) - 1
-        ones = torch.zeros((rows, width), dtype=torch.bool, device=handle.device)
-        row = torch.repeat_interleave(torch.arange(rows, device=handle.device), starts.diff())
-        ones.view(-1).index_fill_(0, row * width + columns, value=True)
-        return self._run(handle, ones, len(columns))
-
     def _refusal(self, name: str, rule: str, value: object) -> InputError:
         return InputError(f"spikes of layer {self.layer.name!r}", name=name, rule=rule, value=value, hint=_HINT)
 
@@ -205,12 +235,31 @@ def _is_binary(x: torch.Tensor, count: int) -> bool:
 def _reason(handle: LayerHandle) -> str | None:
     """Return why the sparse product of a layer's backend is not used, or None."""
     backend: Any = handle.backend
-    declared = backend.capabilities
-    if "spikes" not in declared.ops or handle.device.type not in declared.devices:
-        return "not declared"
+    if refusal := find_refusal(backend, "spikes", handle.device, ("spikes", "spike_limit")):
+        return refusal
 
     def probe() -> str | None:
         with torch.no_grad():
-            return find_spike_fault(backend, handle.prepared, handle.weight())
+            return _find_fault(backend, handle.prepared, handle.weight())
 
     return prove_once(handle.registry, backend, "spikes", handle.kind, probe)
+
+
+def _find_fault(backend: Any, prepared: Prepared, weight: PackedWeight) -> str | None:
+    """Return what is wrong with a backend's sparse product of a weight, compared with float64, or None."""
+    device, count = prepared.tensors[0].device, weight.in_features
+    random = torch.rand((len(_RATES), count), generator=torch.Generator().manual_seed(0x51), dtype=torch.float64)
+    ones = random < torch.tensor(_RATES, dtype=torch.float64)[:, None]
+    ones[1, [0, -1]] = True
+    given = ones.to(device)
+    lent = given.clone()
+    out = torch.full((len(_RATES), weight.out_features), math.nan, dtype=torch.float32, device=device)
+    try:
+        with on_device(device):
+            backend.spikes(prepared, lent, out, bias=None)
+    except PLUGIN_FAULTS as error:
+        return f"spikes raised {note_fault(backend.name, error)}"
+    if not torch.equal(lent.view(torch.uint8), given.view(torch.uint8)):
+        return "spikes wrote to x"
+    wrong = find_product_fault(ones, out, weight)
+    return None if wrong is None else f"spikes computed wrong numbers: {wrong}"

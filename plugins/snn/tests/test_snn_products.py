@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import q4core as q4
-from q4core.spikes import SpikeProduct
+from q4_snn.products import SpikeProduct
 from tests.support.fakes import FakeBackend
 
 if TYPE_CHECKING:
@@ -39,11 +40,13 @@ class Spikes(FakeBackend):
             out.copy_(self.harm(out))
 
 
-def layer_of(backend: FakeBackend, *, bias: bool = True, dtype: torch.dtype | None = None) -> q4.Q4Linear:
+def layer_of(
+    backend: FakeBackend, *, bias: bool = True, dtype: torch.dtype | None = None, columns: int = K
+) -> q4.Q4Linear:
     """Return a layer that a backend prepared."""
     registry = q4.Registry([("given", types.SimpleNamespace(q4_backends=q4.hookimpl(lambda: [backend])))])
     config = q4.SessionConfig(device="cpu", activation_precision="exact", compute_dtype=dtype)
-    weight = q4.quantize(torch.randn(N, K), "nf4")
+    weight = q4.quantize(torch.randn(N, columns), "nf4")
     return q4.Q4Linear(weight, torch.randn(N) if bias else None, config=config, registry=registry, name="synapses")
 
 
@@ -92,28 +95,14 @@ def test_a_negative_zero_is_a_zero() -> None:
     torch.testing.assert_close(SpikeProduct(layer)(x), layer(x).detach())
 
 
-def test_events_are_the_columns_of_spikes() -> None:
-    """Columns in any order give what the rows of 0 and 1 give, rare or not, rows without a spike included."""
-    layer = layer_of(Spikes())
-    product = SpikeProduct(layer)
-    columns = torch.tensor([7, 0, K - 1, 3])
-    x = torch.zeros(3, K)
-    x[0, columns[:3]] = x[2, 3] = 1
-    starts = torch.tensor([0, 3, 3, 4])
-    torch.testing.assert_close(product.events(columns, starts), layer(x).detach())
-    every = torch.arange(K)
-    torch.testing.assert_close(product.events(every, torch.tensor([0, K])), layer(torch.ones(1, K)).detach())
-    assert (product.record.sparse, product.record.dense) == (1, 1)
-
-
 def test_a_backend_without_spikes_runs_densely_and_says_so() -> None:
     """Where the backend declares no spikes the layer's own product serves, and the record says why."""
     layer = layer_of(FakeBackend())
     product = SpikeProduct(layer)
     x = spikes(2, K)
     torch.testing.assert_close(product(x), layer(x.float()).detach())
-    assert (product.record.dense, product.record.reason) == (1, "not declared")
-    assert str(product.record).endswith("not sparsely: not declared")
+    assert (product.record.dense, product.record.reason) == (1, "op 'spikes' is not declared for cpu")
+    assert str(product.record).endswith("not sparsely: op 'spikes' is not declared for cpu")
 
 
 @pytest.mark.parametrize(
@@ -154,20 +143,6 @@ def test_what_is_no_spike_is_refused(x: Any, rule: str) -> None:
         SpikeProduct(layer_of(Spikes()))(x)
 
 
-def test_events_that_fit_no_row_are_refused() -> None:
-    """Wrong starts, columns out of range and other dtypes are typed errors."""
-    product = SpikeProduct(layer_of(Spikes()))
-    two = torch.tensor([1, 2])
-    for starts in (torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([0, 3, 2]), torch.tensor([0])):
-        with pytest.raises(q4.InputError, match="starts"):
-            product.events(two, starts)
-    with pytest.raises(q4.InputError, match="an int64 vector"):
-        product.events(two.int(), torch.tensor([0, 2]))
-    for columns in ([-1, 2], [1, K]):
-        with pytest.raises(q4.InputError, match=f"columns must be in 0 … {K - 1}"):
-            product.events(torch.tensor(columns), torch.tensor([0, 2]))
-
-
 def test_only_float32_layers_take_spikes() -> None:
     """A layer of another dtype, and what is no layer, is refused."""
     for layer in (layer_of(Spikes(), dtype=torch.bfloat16), torch.nn.Linear(2, 2)):
@@ -187,9 +162,46 @@ def test_a_layer_that_was_loaded_again_is_proven_again() -> None:
 
 
 def test_a_backend_that_declares_spikes_must_have_them() -> None:
-    """The op without its methods makes an invalid backend."""
-    backend = FakeBackend(ops={"linear", "spikes"})
-    registry = q4.Registry([("given", types.SimpleNamespace(q4_backends=q4.hookimpl(lambda: [backend])))])
-    with pytest.warns(q4.Q4Warning):
-        (broken,) = registry.invalid_backends()
-    assert "spikes, spike_limit" in str(broken.reason)
+    """The op without its methods is no product: the record names what is missing, and the dense product serves."""
+    layer = layer_of(FakeBackend(ops={"linear", "spikes"}))
+    product, x = SpikeProduct(layer), spikes(2, K)
+    torch.testing.assert_close(product(x), layer(x.float()).detach())
+    assert product.record.reason == "op 'spikes' is declared without the methods spikes, spike_limit"
+    assert "without the methods spikes, spike_limit" in str(q4.explain(layer))
+
+
+def test_the_page_says_what_the_probe_runs() -> None:
+    """One call of four rows, with the shares of ones that docs/backend-api.md names, and without a bias."""
+    seen: list[tuple[torch.Tensor, object]] = []
+
+    class Watching(Spikes):
+        def spikes(self, prepared: q4.Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: Any) -> None:
+            seen.append((x.clone(), bias))
+            super().spikes(prepared, x, out, bias=bias)
+
+    backend = Watching()
+    product = SpikeProduct(layer_of(backend, columns=4096))
+    assert product.record.reason is None
+    ((x, bias),) = seen
+    shares = [round(float(share), 2) for share in x.double().mean(1)]
+    page = Path(__file__).parents[3] / "docs" / "backend-api.md"
+    assert (shares, bias) == ([0.0, 0.02, 0.2, 1.0], None)
+    assert "four rows, of no ones, 2 %, 20 % and all ones, without a bias" in page.read_text(encoding="utf-8")
+
+
+def test_a_product_that_writes_to_x_or_raises_is_not_used() -> None:
+    """What the probe is lent stays as it is, and an error in it is a reason."""
+
+    class Writing(Spikes):
+        def spikes(self, prepared: q4.Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: Any) -> None:
+            super().spikes(prepared, x, out, bias=bias)
+            x[0, 0] = True
+
+    class Raising(Spikes):
+        def spikes(self, prepared: q4.Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: Any) -> None:
+            raise RuntimeError("no such instruction")
+
+    for backend, reason in ((Writing(), "spikes wrote to x"), (Raising(), "spikes raised RuntimeError: no such inst")):
+        with pytest.warns(q4.Q4ProbeWarning, match=reason):
+            product = SpikeProduct(layer_of(backend))
+        assert str(product.record.reason).startswith(reason)
