@@ -16,8 +16,8 @@ from q4core.diagnostics.events import warn_once
 from q4core.errors import Q4ProbeWarning
 from q4core.layers.diagnosis import Record
 from q4core.machine import outside_inference
-from q4core.selection.plan import raise_broken_call
 from q4core.probes.linear import find_product_fault
+from q4core.selection.plan import raise_broken_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
