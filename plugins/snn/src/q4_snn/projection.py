@@ -11,8 +11,8 @@ from torch import nn
 
 from q4_nn import FilledLinear, STELinear
 from q4_snn.population import check_name
-from q4core import ConfigError, InputError, Q4Linear, dequantize
 from q4_snn.products import SpikeProduct
+from q4core import ConfigError, InputError, Q4Linear, dequantize
 
 if TYPE_CHECKING:
     from q4_snn.population import Population
