@@ -1,4 +1,4 @@
-"""The page that shows what other libraries pass: made from ``verdicts.json`` and the explanations below.
+"""The page of what other libraries pass, from the counts in ``verdicts.json`` and the explanations below.
 
 Nothing here imports a library, so that the page can be compared anywhere.
 """
@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from other_libraries import SUBJECTS, Subject
+from other_libraries import SUBJECTS
 
 from q4_conformance import linear_cases
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["EXPLANATIONS", "PAGE", "Explanation", "explanation_of", "page_of"]
+    from q4_conformance import CaseResult
+
+__all__ = ["BAD", "EXPLANATIONS", "PAGE", "Explanation", "explanation_of", "page_of", "summary_of"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "what-others-pass.md"
-_BAD = ("fail", "crash", "timeout")
+BAD = ("fail", "crash", "timeout")
+_LETTERS = "abcdefgh"
 _WIDTH = 120
 
 
@@ -89,55 +92,58 @@ _INTRODUCTION = """\
 
 `q4_conformance.check_linear` judges any function `fn(x, weight, bias)`. Here it judges 4-bit layers of other libraries
 on the CPU, by the same cases and bounds as our own backends. Each library is given the tensors that its own files have,
-loaded as its users' models are, and is held to what it says of itself: the claims stand above each table. What it does
+loaded as its users' models are, and is held to what it says of itself: the claims stand below the table. What it does
 not claim ends as *not declared* and counts neither for nor against it.
 
 - A **pass** means that every element of every draw lies within a bound that follows from float32 arithmetic and from
   the roundings that are claimed, against float64 products of the stored bytes.
-- A **failure** is a fact about one version on one CPU, not about a library's worth: most of what fails here is a choice
-  for speed (16-bit arithmetic), and each reason was looked into by hand and is shown again without the kit by
-  `tests/peers/test_other_libraries.py`.
-- In the tables, letters name the reasons below them, each with the dtypes of x that it concerns.
+- A **failure** is a fact about one version on one CPU, not about a library's worth. Most failures here are a choice
+  for speed (16-bit arithmetic). Each reason was looked into by hand, and `tests/peers/test_other_libraries.py` shows it
+  again without the kit.
 """
 
 
 def explanation_of(subject: str, case: str, outcome: str) -> str:
-    """Return why a case ended badly.
+    """Return the letter of the reason why a case ended badly.
 
     Raises:
         LookupError: Nobody has looked into it yet.
     """
-    for item in EXPLANATIONS:
+    for letter, item in zip(_LETTERS, EXPLANATIONS, strict=False):
         if item.explains(subject, case, outcome):
-            return item.text
+            return letter
     raise LookupError(f"{subject}, {case}: {outcome} without an explanation; look into it and enter it in EXPLANATIONS")
+
+
+def summary_of(subject: str, results: Iterable[CaseResult]) -> dict[str, dict[str, int]]:
+    """Return what is stored of a run: outcome → number of cases, and letter of a reason → cases that failed for it."""
+    found = [(result.case, result.outcome.value) for result in results]
+    outcomes = [outcome for _, outcome in found]
+    whys = [explanation_of(subject, case, outcome) for case, outcome in found if outcome in BAD]
+    return {
+        name: {key: keys.count(key) for key in sorted({*keys})} for name, keys in (("ends", outcomes), ("why", whys))
+    }
 
 
 def page_of(verdicts: Mapping[str, Any]) -> str:
     """Return the page, as Markdown."""
-    parts = [_INTRODUCTION, _facts(verdicts["facts"]), "## At a glance", _overview(verdicts["verdicts"])]
-    for subject in SUBJECTS:
-        found = verdicts["verdicts"][subject.name]
-        parts.append(f"## {subject.name}")
-        parts.append(_filled(f"Claims: {subject.told}"))
-        if subject.rows != linear_cases([subject.formats[0]])[0].weight_recipe.n:
-            parts.append(_filled(f"The cases' usual weight has N = {subject.rows} here, which the layer takes."))
-        for name in subject.formats:
-            parts.append(f"### {subject.name}: {name}")
-            parts.append(_table(subject, name, found[name]))
-            parts.append(_undeclared(found[name]))
+    usual = linear_cases([SUBJECTS[0].formats[0]])[0].weight_recipe.n
+    claims = [
+        f"- **{subject.name}:** {subject.told}"
+        + ("" if subject.rows == usual else f" The cases' usual weight has N = {subject.rows} here, which it takes.")
+        for subject in SUBJECTS
+    ]
+    reasons = [f"- **{letter}** {item.text}" for letter, item in zip(_LETTERS, EXPLANATIONS, strict=False)]
+    parts = [_INTRODUCTION, _facts(verdicts["facts"]), _table(verdicts["verdicts"])]
+    parts += ["## Reasons", "\n".join(map(_item, reasons)), "## Claims", "\n".join(map(_item, claims))]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     has = [name for name, there in facts["kernels"].items() if there]
     sets = f"of the instruction sets that kernels are picked by: {', '.join(has) or 'none'}"
-    anew = "`nox -s peers -- --regenerate`; `nox -s peers` compares the verdicts"
+    anew = "`nox -s peers -- --regenerate`; `nox -s peers` compares the counts"
     lines = (
         f"- **Versions:** {versions}, Python {facts['python']}",
         f"- **Machine:** {facts['processor']}, {facts['system']}, {facts['threads']} threads; {sets}",
@@ -147,51 +153,18 @@ def _facts(facts: Mapping[str, Any]) -> str:
     return "\n".join(map(_item, lines))
 
 
-def _count(results: Mapping[str, Mapping[str, str]], *outcomes: str) -> int:
-    return sum(result["outcome"] in outcomes for result in results.values())
-
-
-def _overview(verdicts: Mapping[str, Any]) -> str:
-    lines = ["| library | format | pass | fail | crash | not declared |", "|---|---|--:|--:|--:|--:|"]
+def _table(verdicts: Mapping[str, Any]) -> str:
+    """Return a row for each library and format, with the letters of the reasons of its failures."""
+    lines = ["| library | format | pass | fail | crash | not declared | why |", "|---|---|--:|--:|--:|--:|---|"]
     for subject in SUBJECTS:
         for name in subject.formats:
-            found = verdicts[subject.name][name]
-            counts = [_count(found, "pass"), _count(found, "fail", "timeout"), _count(found, "crash")]
-            counts.append(_count(found, "not_declared"))
-            lines.append(f"| {subject.name} | {name} | {' | '.join(map(str, counts))} |")
+            ends, why = (verdicts[subject.name][name][key] for key in ("ends", "why"))
+            counts = (ends.get("pass", 0), ends.get("fail", 0) + ends.get("timeout", 0), ends.get("crash", 0))
+            row = (subject.name, name, *counts, ends.get("not_declared", 0))
+            whys = ", ".join(f"{letter}: {number}" for letter, number in why.items())
+            lines.append(f"| {' | '.join(map(str, row))} | {whys} |")
     return "\n".join(lines)
-
-
-def _table(subject: Subject, name: str, found: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a row for each group of cases, and the reasons of its failures below, by letters."""
-    texts = {f"{case.contract}/{case.part}": case.text for case in linear_cases([name])}
-    letters: dict[str, str] = {}
-    lines = ["| cases | what must hold | pass | fail | crash | not declared | why |", "|---|---|--:|--:|--:|--:|---|"]
-    for group, text in texts.items():
-        results = {case: result for case, result in found.items() if case.startswith(f"{group}/")}
-        reasons: dict[str, list[str]] = {}
-        for case, result in results.items():
-            if result["outcome"] in _BAD:
-                why = explanation_of(subject.name, case, result["outcome"])
-                letter = letters.setdefault(why, "abcdefgh"[len(letters)])
-                dtypes = reasons.setdefault(letter, [])
-                if case.split("/")[3] not in dtypes:
-                    dtypes.append(case.split("/")[3])
-        counts = [_count(results, *outcomes) for outcomes in (("pass",), ("fail", "timeout"), ("crash",))]
-        counts.append(_count(results, "not_declared"))
-        whys = "; ".join(f"{letter}: {', '.join(dtypes)}" for letter, dtypes in reasons.items())
-        lines.append(f"| {group} | {text} | {' | '.join(map(str, counts))} | {whys} |")
-    reasons_below = [_item(f"- **{letter}** {why}") for why, letter in letters.items()]
-    return "\n".join([*lines, *([""] if reasons_below else []), *reasons_below])
 
 
 def _item(line: str) -> str:
     return textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _undeclared(found: Mapping[str, Mapping[str, str]]) -> str:
-    counts: dict[str, int] = {}
-    for result in found.values():
-        if result["outcome"] == "not_declared":
-            counts[result["message"]] = counts.get(result["message"], 0) + 1
-    return "Not declared:\n\n" + "\n".join(_item(f"- {count} × {message}") for message, count in counts.items())

@@ -1,4 +1,4 @@
-"""Judges other libraries by the kit's cases: run, as by ``nox -s peers -- --regenerate``, it writes verdicts and page.
+"""Judges other libraries by the kit's cases; ``nox -s peers -- --regenerate`` runs it to write counts and page.
 
 Each library runs in a process of its own, so that one that ends its process gets a CRASH, and the rest goes on.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 from other_libraries import SUBJECTS, Subject
+from other_page import PAGE, page_of, summary_of
 
 import q4core as q4
 from q4_conformance import Case, CaseResult, Outcome, check_linear, linear_cases
@@ -123,17 +124,11 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _stored(results: list[CaseResult]) -> dict[str, Any]:
-    return {
-        item.case: {"outcome": item.outcome.value} | ({} if item.outcome is Outcome.PASS else {"message": item.message})
-        for item in results
-    }
-
-
 def _regenerate() -> None:
-    from other_page import PAGE, page_of  # noqa: PLC0415  # it reads what is written here
-
-    found = {subject.name: {name: _stored(judge(subject, name)) for name in subject.formats} for subject in SUBJECTS}
+    found = {
+        subject.name: {name: summary_of(subject.name, judge(subject, name)) for name in subject.formats}
+        for subject in SUBJECTS
+    }
     verdicts = {"facts": facts(), "verdicts": found}
     VERDICTS.write_text(json.dumps(verdicts, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page_of(verdicts), encoding="utf-8")
