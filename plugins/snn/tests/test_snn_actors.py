@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 from concurrent import futures
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from pretended_driver import GB10, accept_pretended, pretend
 
 import q4core as q4
 from q4_actors import ActorDeadError, ActorSystem, MutableMode
-from q4_nn import pack_
-from q4_snn import LI, LIF, CubaLIF, Network, Population, Projection, SparseProjection, spikegen
+from q4_nn import STELinear, pack_
+from q4_snn import LI, LIF, STDP, CubaLIF, Network, Population, Projection, SparseProjection, spikegen
 from q4_snn.actors import ActorNetwork
 from q4core import ConfigError, InputError
 from tests.support.limits import scaled
@@ -148,6 +149,117 @@ def test_sparse_synapses(runtime: Literal["threads", "processes"]) -> None:
     assert 0.02 < expected["a"].mean() < 0.98
     for name, value in expected.items():
         assert torch.equal(torch.cat([part[name] for part in found]), value)
+
+
+class Tiring(torch.nn.Module):
+    """Synapses over a packed layer, neither of our two: a source that fires gives less for some steps."""
+
+    delay = 1
+
+    def __init__(self, source: Population, target: Population) -> None:
+        super().__init__()
+        self.name, self.source, self.target = "tiring", source.name, target.name
+        self.source_size, self.target_size = source.size, target.size
+        self.weights = STELinear(source.size, target.size, format="nf4")
+
+    def coming(self, batch: int) -> torch.Tensor:
+        """Return how much each source gives, of another size than the target's input."""
+        return torch.ones(batch, self.source_size)
+
+    def forward(self, spikes: torch.Tensor, share: torch.Tensor, clock: int) -> torch.Tensor:
+        """Return the current, and write what each source gives from now on."""
+        current: torch.Tensor = self.weights(spikes * share) * (1 + clock % 2)
+        share.mul_(1 - 0.5 * spikes).lerp_(torch.ones(()), 0.1)
+        return current
+
+
+class Learning(torch.nn.Module):
+    """Synapses whose weight a rule changes with each step."""
+
+    name, source, target, source_size, target_size, delay = "learning", "a", "a", 64, 64, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rule = STDP(q4.quantize(torch.randn(64, 64) / 4, "nf4"), a_plus=0.2, a_minus=0.2)
+
+    def forward(self, spikes: torch.Tensor) -> torch.Tensor:
+        """Return the current, and learn from the sources that fire together."""
+        current = spikes @ q4.dequantize(self.rule.weight).T
+        self.rule.step(spikes, (current > current.mean()).float())
+        return current
+
+
+def strange() -> Network:
+    """Return a packed network whose first population has projections that are neither of ours into it."""
+    torch.manual_seed(0)
+    pixels, a, out = (
+        Population("pixels", 40, spikes=True),
+        Population("a", 64, LIF(1e-3)),
+        Population("out", 5, LI(1e-3)),
+    )
+    network = Network([pixels, a, out], [Tiring(pixels, a), Learning(), Projection(a, out)])
+    with torch.no_grad():
+        network.get_parameter("projections.tiring.weights.weight").mul_(4)
+    return network
+
+
+@pytest.mark.parametrize("runtime", ["threads", "processes"])
+def test_projections_of_others(runtime: Literal["threads", "processes"]) -> None:
+    """Every projection with what ``Synapses`` names runs on actors: shared where packed, and with what it keeps."""
+    record, x = ("a", "a.mem", "out"), events(12)
+    with q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session, torch.no_grad():
+        network = strange()
+        pack_(network, session)
+        learning: Any = network.get_submodule("projections.learning")
+        with ActorSystem(runtime) as system, pytest.MonkeyPatch.context() as patch:
+            share = Mock(side_effect=system.share)
+            patch.setattr(system, "share", share)
+            found = ActorNetwork(network, system, batch=2, actors=2)(x, record)
+            share.assert_called_once_with(network.get_submodule("projections.tiring.weights.layer"))
+        before = learning.rule.weight.qdata
+        expected, state = network(x, record=record)
+        assert not torch.equal(learning.rule.weight.qdata, before)
+        assert 0.02 < expected["a"].mean() < 0.98
+        for name in record:
+            assert torch.equal(found[name], expected[name]), name
+        assert state.coming["tiring"].unique().numel() > 10
+
+
+def test_what_a_projection_of_others_keeps_is_in_the_checkpoint(tmp_path: Path) -> None:
+    """A run goes on from a checkpoint with what was on its way; synapses of other numbers are refused."""
+    record, x = ("a", "a.mem"), events(12)
+
+    def made() -> Network:
+        network = strange()
+        return Network(
+            [network.population(name) for name in network.order], [network.get_submodule("projections.tiring")]
+        )
+
+    with ActorSystem("threads") as system:
+        found = [ActorNetwork(made(), system, batch=2)(x[:5], record)]
+        system.checkpoint(tmp_path / "state")
+    with ActorSystem("threads", resume=tmp_path / "state") as system:
+        found.append(ActorNetwork(made(), system, batch=2)(x[5:], record))
+    with torch.no_grad():
+        expected, _ = made()(x, record=record)
+        other = made()
+        other.get_parameter("projections.tiring.weights.weight").mul_(2)
+    for name in record:
+        assert torch.equal(torch.cat([part[name] for part in found]), expected[name]), name
+    with ActorSystem("threads", resume=tmp_path / "state") as system, pytest.raises(InputError, match="of digest"):
+        ActorNetwork(other, system, batch=2)
+
+
+def test_projections_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module without a name or size is no projection; what is on its way has the state's dtype, or is refused."""
+    with pytest.raises(ConfigError, match=r"projection must be a module with name, .*, got 'a Linear without name, "):
+        Network([Population("pixels", 8)], [torch.nn.Linear(8, 8)])
+    monkeypatch.setattr(Tiring, "coming", lambda self, batch: torch.ones(batch, self.source_size, dtype=torch.int64))
+    with (
+        ActorSystem("threads") as system,
+        pytest.raises(ConfigError, match=r"'tiring': coming must be torch\.float32 on"),
+    ):
+        ActorNetwork(strange(), system, batch=2)
 
 
 def test_a_step_that_failed_is_done_again() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -95,6 +97,17 @@ def test_blocks_that_run_across_rows(columns: int) -> None:
     with q4.Session() as session:
         x = torch.eye(columns)[last:]
         assert torch.allclose(session.linear(rule.weight)(x), after[:, last], rtol=1e-2, atol=1e-2)
+
+
+def test_a_copy_goes_on_with_the_same_numbers() -> None:
+    """A rule that was copied or pickled between two steps learns what the first one learns."""
+    rule = STDP(weights(), a_plus=0.03, seed=5)
+    rule.step(torch.ones(1, 128), torch.ones(1, 6))
+    others = copy.deepcopy(rule), pickle.loads(pickle.dumps(rule))  # noqa: S301  # of this test
+    for item in (rule, *others):
+        assert item.step(torch.ones(1, 128), torch.ones(1, 6)) > 0
+    assert all(torch.equal(item.weight.qdata, rule.weight.qdata) for item in others)
+    assert not torch.equal(rule.weight.qdata, weights().qdata)
 
 
 def test_spikes_alone() -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-import attrs
 import numpy as np
 import torch
 
 from q4_snn.network import Network
 from q4_snn.neurons import IF, LI, LIF, CubaLIF
+from q4_snn.nir_graph import NODES, NirError, clean, closing, flattened, paths_from, sizes_of
 from q4_snn.population import Population
 from q4_snn.projection import Projection
-from q4core import ConfigError, InputError, PluginError
+from q4core import ConfigError, PluginError
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
@@ -35,14 +35,8 @@ _FIELDS = {
 }
 _GAINS = {"r": "tau_mem", "w_in": "tau_syn"}
 _OPTIONS = ("reset", "reset_delay", "threshold_inclusive")
-_WEIGHTS = ("Linear", "Affine")
-_PASSED = ("Delay", "Flatten", "Input", "Output")
 _ROUNDING = 1e-6
 """Gains this close to 1 are 1: files hold float32 numbers, whose quotients are not exact."""
-
-
-class NirError(InputError, code="nir"):
-    """A graph can't be a network, or a network no graph; ``where`` names node or population."""
 
 
 def _nir() -> Any:
@@ -175,20 +169,20 @@ def from_nir(
     if not 0 < float(stated) < np.inf:
         raise NirError("from_nir", name="dt", rule="above 0 seconds", value=stated)
     options: dict[str, Any] = {"dt": float(stated), "reset": reset, "reset_delay": reset_delay}
-    nodes, edges = _flattened(graph, "")
+    nodes, edges = flattened(graph, "")
     for name, node in nodes.items():
-        if type(node).__name__ not in {*_NEURONS, *_WEIGHTS, *_PASSED}:
-            rule = f"one of {', '.join([*_NEURONS, *_WEIGHTS, *_PASSED])}"
+        if type(node).__name__ not in NODES:
+            rule = f"one of {', '.join(NODES)}"
             raise NirError("from_nir", name="node", rule=rule, value=type(node).__name__, where=name)
-    inputs = {_clean(name) for name in graph.inputs}
+    inputs = {clean(name) for name in graph.inputs}
     ends = [name for name in nodes if name in inputs or type(nodes[name]).__name__ in _NEURONS]
-    paths = [path for name in ends for path in _paths(name, nodes, edges, options["dt"])]
-    sizes = _sizes(ends, nodes, paths)
+    paths = [path for name in ends for path in paths_from(name, nodes, edges, options["dt"])]
+    sizes = sizes_of(ends, nodes, paths)
     populations = {
         name: Population(name, sizes[name], _neuron(name, nodes[name], options) if name not in inputs else None)
         for name in ends
     }
-    closing = _closing(ends, paths)
+    closes = closing(ends, paths)
     names = [path.weight for path in paths]
     projections = []
     for index, path in enumerate(paths):
@@ -198,7 +192,7 @@ def from_nir(
             populations[path.source],
             populations[path.target],
             format=node.metadata.get("q4_format"),
-            delay=int(node.metadata.get("delay", path.delay + (index in closing))),
+            delay=int(node.metadata.get("delay", path.delay + (index in closes))),
             bias=hasattr(node, "bias") and (is_first or path.target not in {p.target for p in paths[:index]}),
             name=name,
         )
@@ -208,104 +202,6 @@ def from_nir(
         made.synapses.load_state_dict(state)
         projections.append(made)
     return Network([*populations.values()], projections)
-
-
-@attrs.frozen
-class _Path:
-    """What leads from one population to another: one node of weights, and delays in steps."""
-
-    source: str
-    target: str
-    weight: str
-    delay: int
-
-
-def _clean(name: str) -> str:
-    """Return a name that a module may have; colons take the place of dots and slashes."""
-    return name.replace(".", ":").replace("/", ":")
-
-
-def _flattened(graph: Any, prefix: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return nodes and edges, those of graphs within it in the place of these."""
-    nodes: dict[str, Any] = {}
-    edges: list[tuple[str, str]] = []
-    enters, leaves = {}, {}
-    for name, node in graph.nodes.items():
-        full = prefix + _clean(name)
-        enters[name], leaves[name] = [full], [full]
-        if type(node).__name__ == "NIRGraph":
-            inner, joined = _flattened(node, f"{full}:")
-            enters[name], leaves[name] = (
-                [f"{full}:{_clean(end)}" for end in ends] for ends in (node.inputs, node.outputs)
-            )
-            nodes |= inner
-            edges += joined
-        else:
-            nodes[full] = node
-    for edge in graph.edges:
-        if unknown := {*edge} - {*graph.nodes}:
-            raise NirError("from_nir", name="edge", rule="between nodes of the graph", value=edge, where=min(unknown))
-    edges += [(a, b) for source, target in graph.edges for a in leaves[source] for b in enters[target]]
-    return nodes, edges
-
-
-def _paths(source: str, nodes: dict[str, Any], edges: list[tuple[str, str]], dt: float) -> list[_Path]:
-    """Return what leads from a population to others."""
-    found = []
-    left: list[tuple[str, str | None, int, tuple[str, ...]]] = [
-        (target, None, 0, ()) for start, target in edges if start == source
-    ]
-    while left:
-        name, weight, delay, way = left.pop(0)
-        if name in way:
-            raise NirError("from_nir", name="edge", rule="free of cycles without neurons", value=way, where=name)
-        kind = type(nodes[name]).__name__
-        if kind in _NEURONS:
-            if weight is None:
-                raise NirError(
-                    "from_nir", name="edge", rule="by way of a Linear or Affine node", where=name, value=source
-                )
-            found.append(_Path(source, name, weight, delay))
-            continue
-        if kind in _WEIGHTS:
-            if weight is not None:
-                rule = "followed by neurons, not by weights again"
-                raise NirError("from_nir", name="node", rule=rule, value=weight, where=name)
-            if nodes[name].weight.ndim != 2:  # noqa: PLR2004  # a matrix
-                raise NirError("from_nir", name="weight", rule="a matrix", value=nodes[name].weight.shape, where=name)
-            rows, bias = len(nodes[name].weight), getattr(nodes[name], "bias", None)
-            if bias is not None and np.shape(bias) != (rows,):
-                raise NirError("from_nir", name="bias", rule=f"of shape [{rows}]", value=np.shape(bias), where=name)
-            weight = name
-        elif kind == "Delay":
-            delay += _steps(name, nodes[name].delay, dt)
-        left += [(target, weight, delay, (*way, name)) for start, target in edges if start == name]
-    return found
-
-
-def _steps(name: str, delay: Any, dt: float) -> int:
-    steps = np.asarray(delay, np.float64).reshape(-1) / dt
-    whole = round(float(steps[0])) if steps.size and np.isfinite(steps).all() else -1
-    if whole < 0 or not np.allclose(steps, whole, rtol=0, atol=1e-3):
-        rule = f"one whole number of steps of {dt:g} s for all neurons"
-        raise NirError("from_nir", name="delay", rule=rule, value=delay, where=name)
-    return whole
-
-
-def _sizes(ends: list[str], nodes: dict[str, Any], paths: list[_Path]) -> dict[str, int]:
-    """Return the number of neurons of each population: as its weights say, and its parameters if there are many."""
-    found: dict[str, int] = {}
-    for name in ends:
-        node = nodes[name]
-        own = int(np.prod(next(iter(node.input_type.values())), dtype=np.int64))
-        said = {nodes[p.weight].weight.shape[0] for p in paths if p.target == name}
-        said |= {nodes[p.weight].weight.shape[1] for p in paths if p.source == name}
-        if not said or own > 1:
-            said.add(own)
-        if len(said) != 1:
-            raise NirError("from_nir", name="size", rule="one", value=sorted(said), where=name)
-        found[name] = said.pop()
-    return found
 
 
 def _neuron(name: str, node: Any, options: dict[str, Any]) -> Neuron:
@@ -330,23 +226,3 @@ def _neuron(name: str, node: Any, options: dict[str, Any]) -> Neuron:
         return _NEURONS[kind](dt=dt, **values)
     except ConfigError as error:
         raise NirError("from_nir", name=error.name, rule=error.rule, value=error.value, where=name) from error
-
-
-def _closing(ends: list[str], paths: list[_Path]) -> set[int]:
-    """Return the paths that close a cycle, as one walks from the inputs."""
-    closing: set[int] = set()
-    done: set[str] = set()
-
-    def walk(name: str, above: tuple[str, ...]) -> None:
-        for index, path in enumerate(paths):
-            if path.source == name:
-                if path.target in above:
-                    closing.add(index)
-                elif path.target not in done:
-                    walk(path.target, (*above, path.target))
-        done.add(name)
-
-    for name in ends:
-        if name not in done:
-            walk(name, (name,))
-    return closing

@@ -7,6 +7,7 @@ value, by chance, so that its mean is that value: no master in float is kept, an
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import attrs
 import torch
@@ -76,6 +77,16 @@ class STDP:
         self._amounts, self._decays = (a_plus, a_minus), (math.exp(-dt / tau_plus), math.exp(-dt / tau_minus))
         self._generator = torch.Generator(weight.device).manual_seed(seed)
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: the generator by bytes, as a tensor of its state would be gone in a new process."""
+        return {**vars(self), "_generator": bytes(self._generator.get_state().tolist())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was pickled, and go on with the same random numbers."""
+        vars(self).update(state)
+        self._generator = torch.Generator(self._weight.device)
+        self._generator.set_state(torch.tensor([*state["_generator"]], dtype=torch.uint8))
 
     @property
     def weight(self) -> PackedWeight:
