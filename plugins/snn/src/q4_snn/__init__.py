@@ -8,7 +8,7 @@ from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF
 from q4_snn.nir import NirError, from_nir, read_nir, to_nir, write_nir
 from q4_snn.plugin import q4_layers
 from q4_snn.population import NonFiniteStateError, Population
-from q4_snn.projection import Projection
+from q4_snn.projection import Projection, Synapses
 from q4_snn.sparse import SparseProjection
 from q4_snn.stdp import STDP
 
@@ -26,6 +26,7 @@ __all__ = [
     "Population",
     "Projection",
     "SparseProjection",
+    "Synapses",
     "from_nir",
     "q4_layers",
     "read_nir",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from q4_actors import Actor, MailboxFullError
-from q4_snn.network import Arrival, advance
+from q4_snn.network import advance
 from q4_snn.projection import coming_of, numbers_of, product_of
 from q4core import ConfigError, InputError, Q4Linear, Session, SessionConfig
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
     from q4_actors import ActorSystem, MutableTensor, SharedWeight
-    from q4_snn.network import Network
+    from q4_snn.network import Arrival, Network
     from q4_snn.population import Population
     from q4_snn.projection import Product, Synapses
 
@@ -119,7 +119,7 @@ class _Worker(Actor):
                 rings = rings[_rows_of(shared.coming, rings[0]) :]
             with self.tensors[item.source].read(device=self.side) as seen:
                 spikes = _output(seen.tensor, self.rows[item.source], step - item.delay)
-                yield Arrival(item.name, product, spikes, coming)
+                yield item, product, spikes, coming
 
 
 def _output(state: torch.Tensor, rows: int, step: int) -> torch.Tensor:

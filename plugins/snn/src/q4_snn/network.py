@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -24,20 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Arrival", "Network", "NetworkState", "advance"]
 
 
-class Arrival(NamedTuple):
-    """What reaches a population by one projection in a step.
-
-    Args:
-        projection: The name of the projection.
-        product: What computes it.
-        spikes: What its source gave, [B, m].
-        coming: What is on its way, which is written; None for a projection that has no such tensor.
-    """
-
-    projection: str
-    product: Product
-    spikes: torch.Tensor
-    coming: torch.Tensor | None
+Arrival = tuple["Synapses", "Product", torch.Tensor, "torch.Tensor | None"]
+"""A projection, what computes it, the spikes [B, m] that reach it, and what is on its way, which is written."""
 
 
 def advance(
@@ -61,12 +49,11 @@ def advance(
         InputError: A projection gives another shape.
     """
     shape, total = (len(rest), population.size), None
-    for item in arrivals:
-        on_its_way = () if item.coming is None else (item.coming, clock)
-        current = item.product(item.spikes, *on_its_way)
+    for item, product, spikes, coming in arrivals:
+        current = product(spikes) if coming is None else product(spikes, coming, clock)
         if current.shape != shape:
             rule = f"a result of shape {[*shape]}"
-            raise InputError(f"projection {item.projection!r}", name="it", rule=rule, value=list(current.shape))
+            raise InputError(f"projection {item.name!r}", name="it", rule=rule, value=list(current.shape))
         total = current if total is None else total + current
     found: tuple[torch.Tensor, ...] = population(rest.new_zeros(shape) if total is None else total, state)
     return found
@@ -221,7 +208,7 @@ class Network(nn.Module):
         Args:
             x: [T, B, n] of the only input, or each input's name → [T, B, n].
             state: What a call before returned, to go on from there; None to begin at rest.
-            record: What to return: names of populations for what they give, ``population.mem`` for a state;
+            record: What to return: names of populations for what they give, ``population.mem`` for a state.
                 Defaults to ``outputs``.
 
         Returns:
@@ -299,4 +286,4 @@ def _arrivals(
             spikes = past[item.delay - 1]
         else:
             spikes = rest.new_zeros(len(rest), item.source_size)  # none has arrived yet
-        yield Arrival(item.name, product, spikes, state.coming.get(item.name))
+        yield item, product, spikes, state.coming.get(item.name)
