@@ -7,7 +7,7 @@ path; the case then fails because what was declared is refused. Others are made 
 
 import importlib
 
-from q4_conformance_faults.conduct import crashing, hanging, talking
+from q4_conformance_faults.correct import UNUSUAL
 from q4_conformance_faults.fault import (
     DEVICE_FAULTS,
     DIALECT_FAULTS,
@@ -18,10 +18,10 @@ from q4_conformance_faults.fault import (
     PROVIDER_FAULTS,
     Fault,
 )
+from q4_conformance_faults.lifecycle import crashing, hanging, talking
 from q4_conformance_faults.toy import ToyKernel, function_of
 from q4_conformance_faults.toy_dialect import ToyDialect
 from q4_conformance_faults.toy_provider import ToyProvider
-from q4_conformance_faults.unusual import UNUSUAL
 
 __all__ = [
     "DEVICE_FAULTS",
@@ -42,7 +42,7 @@ __all__ = [
     "talking",
 ]
 
-for _name in ("boundary", "conduct", "dense", "devices", "dialects", "kept"):
+for _name in ("boundary", "dense", "devices", "dialects", "layers", "lifecycle", "memory"):
     importlib.import_module(f"{__name__}.{_name}")  # which enters its faults
-for _name in ("layers", "lives", "numbers", "programs", "providers", "slips", "spikes", "ways"):
+for _name in ("programs", "providers", "shapes", "spikes", "threads", "values", "weights"):
     importlib.import_module(f"{__name__}.{_name}")  # as above

@@ -13,8 +13,8 @@ import torch
 from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.subjects.backend import make_registry
 from q4_conformance_faults.fault import NF4, TAIL, backend_fault, numeric_fault
-from q4_conformance_faults.numbers import Spoils, SwappedNibbles
-from q4_conformance_faults.toy import Floats, ToyKernel
+from q4_conformance_faults.toy import Floats, Spoils, ToyKernel
+from q4_conformance_faults.weights import SwappedNibbles
 from q4core import (
     ActivationPrecision,
     KernelPath,

@@ -11,6 +11,7 @@ import torch
 
 from q4_conformance_faults.fault import backend_fault
 from q4_conformance_faults.toy import Floats, ToyKernel
+from q4core import dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -137,3 +138,12 @@ class DenseWhenHot(Counts, DenseNative):
 
     def is_dense(self, scales: Floats, x: Tensor, path: str) -> bool:
         return self.is_hot(scales, len(x), path)
+
+
+@backend_fault("hidden-fallback", "EX-14/kind", "alive at once")
+class HiddenFallback(ToyKernel):
+    """Says KERNEL, and leaves the work to the core's own decoder and torch's matmul."""
+
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
+        y = x.to(torch.float32) @ dequantize(self.weight(prepared), torch.float32).T
+        out.copy_(y if bias is None else y + bias)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from q4core import Packing
 
-__all__ = ["Floats", "ToyKernel", "function_of"]
+__all__ = ["Calls", "Floats", "Spoils", "ToyKernel", "function_of"]
 
 Floats: TypeAlias = "NDArray[np.float32]"
 
@@ -219,6 +219,41 @@ class ToyKernel:
     def write(self, y: Tensor, out: Tensor) -> None:
         """Round to out's dtype."""
         out.copy_(y)
+
+
+class Spoils(ToyKernel):
+    """Changes the result where a number of rows meets a condition."""
+
+    def spoil(self, y: Floats) -> None:
+        """Change the result."""
+        raise NotImplementedError
+
+    def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
+        """Return the product, changed."""
+        y = super().product(weight, scales, x, path)
+        self.spoil(y)
+        return y
+
+
+class Calls(ToyKernel):
+    """Changes a part of a call: the bias before it, or what is in ``out`` after it; on some paths alone."""
+
+    paths = ""
+
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
+        """Compute with what is changed."""
+        given = None if bias is None else self.bias(bias.detach())
+        before = out.clone()
+        super().linear(prepared, x, out, bias=given, path=path)
+        if path.startswith(self.paths):
+            self.after(x, out, before)
+
+    def bias(self, bias: Tensor) -> Tensor:
+        """Return the bias as it is read."""
+        return bias
+
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
+        """Change the result; ``before`` is what stood there."""
 
 
 def _as_numpy(tensor: Tensor) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Backends that are right in ways that a kit might take for wrong: each must pass every case."""
+"""Correct backends that look unusual: each must pass every case."""
 # ruff: noqa: D102 - what is overridden is documented in ToyKernel
 
 from __future__ import annotations

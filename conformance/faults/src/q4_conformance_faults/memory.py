@@ -1,27 +1,170 @@
-"""Backends that say KERNEL and keep a dense weight all the same: among what they prepare, or out of sight."""
-# ruff: noqa: D102 - what is overridden is documented in ToyKernel
+"""Faults of memory: dense weights that are kept, leaks, and writes and reads where none belong."""
+# ruff: noqa: ARG002, D102 - a fault looks at some of what it is given; ToyKernel documents what is overridden
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from q4_conformance.outcome import Outcome
 from q4_conformance_faults.dense import Counts, DenseNative, slices
-from q4_conformance_faults.fault import backend_fault
-from q4_conformance_faults.toy import Floats, ToyKernel
-from q4core import Prepared
+from q4_conformance_faults.fault import NF4, TAIL, backend_fault, numeric_fault
+from q4_conformance_faults.toy import Calls, Floats, ToyKernel
+from q4core import PackedWeight, Prepared, dequantize
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from q4core import PackedWeight, PrepareContext, Request
+    from q4core import PrepareContext, Request
+
+_VECTOR = 8
+
+
+@backend_fault("stores-past-end", f"EX-08/unmodified/{TAIL}/float32/exact", "beside out=")
+class StoresPastEnd(Calls):
+    """Stores each row by vectors of 8, the last one past the end."""
+
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
+        room = out.untyped_storage().nbytes() // out.element_size() - out.storage_offset() - out.numel()
+        past = min(-out.shape[1] % _VECTOR, room)
+        if past:
+            out.as_strided((past,), (1,), out.storage_offset() + out.numel()).zero_()
+
+
+@backend_fault("keeps-scratch-per-rows", "TC-18/varied", "numbers of rows")
+class KeepsScratchPerRows(Calls):
+    """Keeps a result for each number of rows that it ever saw."""
+
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
+        self.kept.setdefault(len(out), out.clone())
+
+
+@backend_fault("keeps-scratch-per-thread", "TC-18/varied", "threads")
+class KeepsScratchPerThread(Calls):
+    """Keeps 256 KiB for each thread that ever called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._own = threading.local()
+
+    def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
+        if "scratch" not in self._own.__dict__:
+            self._own.scratch = np.ones(1 << 18, np.uint8)
+            self.kept[len(self.kept)] = self._own.scratch
+
+
+@backend_fault("keeps-int8-per-rows", f"TC-18/varied/{NF4}/float32/int8", "numbers of rows")
+class KeepsInt8PerRows(KeepsScratchPerRows):
+    """Keeps an int8 result for each number of rows that it ever saw."""
+
+    paths = "dot_w4a8"
+
+
+@backend_fault("leaks-per-call", "TC-18/calls", "memory grew by")
+class LeaksPerCall(ToyKernel):
+    """Keeps a copy of each result."""
+
+    def write(self, y: Tensor, out: Tensor) -> None:
+        super().write(y, out)
+        self.kept[len(self.kept)] = out.clone()
+
+
+@backend_fault("leaks-per-backward", "TC-20/frozen", "memory grew by")
+class LeaksPerBackward(ToyKernel):
+    """Keeps each exported weight dense, and a backward exports it."""
+
+    def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
+        weight = super().export(prepared, rows)
+        self.kept[len(self.kept)] = dequantize(weight)
+        return weight
+
+
+@backend_fault("keeps-memory-after-dispose", "EX-09/dispose", "bytes stayed")
+class KeepsAfterDispose(ToyKernel):
+    """Keeps whatever it has prepared, for a next time that never comes."""
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        prepared = super().prepare(weight, request, context)
+        self.kept[len(self.kept)] = prepared
+        return prepared
+
+
+@backend_fault(
+    "reads-one-block-past-the-end", f"EX-08/last-page/{TAIL}/float32/exact", "ended by SIGSEGV", ends=Outcome.CRASH
+)
+class ReadsPastEnd(ToyKernel):
+    """Reads one block of activations past the last row, and throws it away."""
+
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
+        super().linear(prepared, x, out, bias=bias, path=path)
+        if bias is not None and x.dtype == torch.float32:  # the probe gives none
+            rows, columns = x.shape
+            wide = (columns + self.weight(prepared).block_size,)
+            np.lib.stride_tricks.as_strided(x[rows - 1].numpy(), wide, (4,)).sum()
+
+
+@numeric_fault("mutates-input", "EX-08/unmodified", "the input")
+class MutatesInput(ToyKernel):
+    """Writes to x."""
+
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
+        super().linear(prepared, x, out, bias=bias, path=path)
+        if bias is not None:  # the probe gives none, and would see the change
+            x.view(-1)[0] = 0.0
+
+
+@numeric_fault("halves-input", f"TC-09/values/{NF4}/", "wrote to x", passes_probe=False)
+class HalvesInput(ToyKernel):
+    """Halves x in place and computes right from there: wrong for the caller, right beside what it leaves behind."""
+
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
+        super().linear(prepared, x.mul_(0.5), out, bias=bias, path=path)
+
+
+@numeric_fault("mutates-weight", "EX-08/unmodified", "weight was written")
+class MutatesWeight(ToyKernel):
+    """Writes to the caller's codes, once a bias is given: the probe gives none."""
+
+    _source: PackedWeight | None = None
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        self._source = weight
+        return super().prepare(weight, request, context)
+
+    def add_bias(self, y: Floats, bias: Floats) -> Floats:
+        if self._source is not None:
+            self._source.qdata.view(-1)[-1] ^= 1
+        return super().add_bias(y, bias)
+
+
+@backend_fault("writes-beside-out", "EX-08/unmodified", "beside out=")
+class WritesBeside(ToyKernel):
+    """Writes one element past the end of the result."""
+
+    def write(self, y: Tensor, out: Tensor) -> None:
+        super().write(y, out)
+        after = out.storage_offset() + out.numel()
+        if out.untyped_storage().nbytes() // out.element_size() > after:
+            out.as_strided((1,), (1,), after).zero_()
+
+
+@numeric_fault("writes-beside-codes", "EX-08/unmodified", "beside qdata")
+class WritesBesideCodes(ToyKernel):
+    """Writes one byte before the caller's codes while it prepares, as native code would, past torch."""
+
+    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+        if weight.qdata.storage_offset():
+            ctypes.memset(weight.qdata.data_ptr() - 1, 0, 1)
+        return super().prepare(weight, request, context)
 
 
 @backend_fault("keeps-dense-scratch", "EX-14/kind", "stay beside")
