@@ -113,7 +113,7 @@ from q4core.session.functions import (
     open,  # noqa: A004  # the contract's name: q4.open(path)
     save_checkpoint,
 )
-from q4core.session.quantizer import quantize
+from q4core.session.quantizing import Quantizer, quantize
 from q4core.session.session import Session, adopt_prepared, default_session, explain, linear, select
 from q4core.weight import Feature, PackedWeight, WeightSpec, cat
 
@@ -192,6 +192,7 @@ __all__ = [
     "Q4PluginWarning",
     "Q4ProbeWarning",
     "Q4Warning",
+    "Quantizer",
     "Reason",
     "ReasonCode",
     "Registry",

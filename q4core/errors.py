@@ -208,7 +208,7 @@ class PrepareError(BackendError, code="prepare"):
 
 
 class PluginError(Q4Error, RuntimeError, code="plugin"):
-    """A plugin can't be loaded, or one of its hooks or commands failed."""
+    """A plugin is missing or can't be loaded, or one of its hooks or commands failed."""
 
 
 class UnifiedMemoryError(Q4Error, RuntimeError, code="unified_memory"):

@@ -9,24 +9,32 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import time
 import weakref
 from typing import TYPE_CHECKING
+
+import attrs
 
 from q4core.diagnostics.events import warn_once
 from q4core.errors import Q4ProbeWarning
 from q4core.layers.diagnosis import Record
 from q4core.machine import outside_inference
+from q4core.policy import SessionConfig
+from q4core.probes.comparison import probe_result
 from q4core.probes.linear import find_product_fault
-from q4core.selection.plan import raise_broken_call
+from q4core.selection.cache import select_for
+from q4core.selection.plan import given_weight, raise_broken_call
+from q4core.selection.probe_results import probe_results, warn_of_fault
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
 
     import torch
 
-    from q4core.backend import Backend, Prepared, Segment
+    from q4core.backend import Backend, Prepared, Request, Segment
     from q4core.layers.linear import Q4Linear
     from q4core.plugins.registry import Registry
+    from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
 __all__ = [
@@ -35,10 +43,12 @@ __all__ = [
     "attach_record",
     "find_product_fault",
     "find_refusal",
+    "given_weight",
     "prove_once",
     "raise_broken_call",
     "record_of",
     "records_of",
+    "select_proven",
     "watch",
 ]
 
@@ -169,6 +179,34 @@ def prove_once(
     if (fault := shown[key]) is not None:
         warn_once((backend.name, fault), Q4ProbeWarning, f"backend {backend.name!r} is not used for {purpose}: {fault}")
     return fault
+
+
+def select_proven(registry: Registry, request: Request, probe: Callable[[Backend, Request], str | None]) -> Selection:
+    """Return which backend is best for a request, and proven; no option of a user or of the environment counts.
+
+    For ops that a library calls by itself, such as ``"quantize"``. A path once found wrong is warned of and not
+    selected again; what is proven stays so, as the self-probe's results do.
+
+    Args:
+        registry: The plugins to choose among.
+        request: What is asked.
+        probe: Says what is wrong with a backend's results for such a request, or None. It runs once for each kind.
+
+    Raises:
+        BackendUnavailableError: There is none; ``rejections`` holds every reason.
+    """
+    results = probe_results(registry)
+    while True:
+        selection = select_for(request, SessionConfig(), registry)
+        backend, path = registry.backends()[selection.backend], selection.path
+        result = results.result(backend.name, path, request)
+        if result is None:
+            started = time.perf_counter()
+            result = probe_result(probe(backend, request), started)
+            results.record(backend.name, path, request, result)
+        if result.fault is None:
+            return attrs.evolve(selection, proven=True)
+        warn_of_fault(backend.name, path, request, result.fault)
 
 
 def attach_record(record: Record, layers: Iterable[Q4Linear], *, name: str = "") -> None:

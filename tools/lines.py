@@ -23,6 +23,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/nf4-cuda": None,
     "plugins/nn": 11_200,
     "plugins/nvfp4-native": None,
+    "plugins/quantize": 850,
     "plugins/safetensors": 1_050,
     "plugins/snn": 2_800,
     "plugins/transformers": 2_500,

@@ -149,7 +149,7 @@ def way_to(plugin: str, plugins: Mapping[str, str]) -> str:
     if state == "disabled":
         return f"Add {plugin!r} to Q4_PLUGINS, or take it out of Q4_DISABLE_PLUGINS: it is installed and left out."
     if state == "unknown":
-        return f"Install the package q4-{plugin}."
+        return f"Install the package that brings it: pip install q4-{plugin}."
     return f"See `q4 doctor`: the plugin {plugin!r} is installed and does not work."
 
 

@@ -10,7 +10,6 @@ from q4core.formats.table import (
     ScaleKind,
     as_e4m3,
     as_e8m0,
-    dynamic_map,
     find_format,
     resolve_levels,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "as_e4m3",
     "as_e8m0",
     "cat_stored",
-    "dynamic_map",
     "find_format",
     "pack_codes",
     "resolve_levels",

@@ -15,9 +15,6 @@ Reference:
 from __future__ import annotations
 
 import enum
-import functools
-import itertools
-import struct
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -29,6 +26,7 @@ from q4core.formats.packing import Packing
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_BYTE_BITS = 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """dtypes of dense weights, of x and of y: those whose results the self-probe can judge."""
 
@@ -84,6 +82,16 @@ class Format:
         scale_kinds: The scale kinds that the format is stored with.
         block_sizes: Legal block sizes; empty allows every positive one.
         has_offset: Whether the format stores an offset for each block.
+        packing: How its codes share bytes unless asked for otherwise. Defaults to BYTES for 8 bits, else LOW_FIRST.
+        scale_kind: How its scales are stored unless asked for otherwise. Defaults to PLAIN, else the first by name.
+        has_flat_blocks: Whether blocks run on over rows where K is not a multiple of the block size.
+        has_signed_scales: Whether a plain scale may be negative: steps of ggml and INT4 are, and so is an absmax near
+            zero once bitsandbytes' second level is resolved.
+        rule: Name of the rule that turns dense numbers into codes and scales; a plugin's quantizer has it. Those of
+            q4-quantize are absmax, e2m1, q4_0, q4_1, q8_0 and affine. Defaults to none: nothing quantises to it.
+
+    Raises:
+        FormatError: The codebook has another length, or packing or scale kind contradict the other facts.
     """
 
     name: str
@@ -94,22 +102,34 @@ class Format:
     scale_kinds: frozenset[ScaleKind] = attrs.field(default=frozenset({ScaleKind.PLAIN}), repr=_in_order)
     block_sizes: frozenset[int] = attrs.field(default=frozenset(), repr=_in_order)
     has_offset: bool = False
+    packing: Packing = attrs.field(default=attrs.Factory(lambda self: self._own_packing(), takes_self=True), repr=False)
+    scale_kind: ScaleKind = attrs.field(
+        default=attrs.Factory(lambda self: self._own_scale_kind(), takes_self=True), repr=False
+    )
+    has_flat_blocks: bool = attrs.field(default=False, repr=False)
+    has_signed_scales: bool = attrs.field(default=True, repr=False)
+    rule: str = attrs.field(default="", repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """Check the codebook's length."""
-        wanted, found = 2**self.bits if self.form is Form.CODEBOOK else 0, len(self.codebook)
-        if found != wanted:
-            raise FormatError(f"format {self.name!r}", name="codebook", rule=f"{wanted} values long", value=found)
+        """Check the facts against each other."""
+        wanted, what = 2**self.bits if self.form is Form.CODEBOOK else 0, f"format {self.name!r}"
+        if (found := len(self.codebook)) != wanted:
+            raise FormatError(what, name="codebook", rule=f"{wanted} values long", value=found)
+        if self.packing.codes_per_byte * self.bits != _BYTE_BITS:
+            raise FormatError(what, name="packing", rule=f"of {self.bits}-bit codes", value=str(self.packing))
+        if self.scale_kind not in self.scale_kinds:
+            rule = f"one of its scale kinds {_in_order(self.scale_kinds)}"
+            raise FormatError(what, name="scale_kind", rule=rule, value=str(self.scale_kind))
+
+    def _own_packing(self) -> Packing:
+        return Packing.BYTES if self.bits == _BYTE_BITS else Packing.LOW_FIRST
+
+    def _own_scale_kind(self) -> ScaleKind:
+        return min(self.scale_kinds, key=lambda kind: (kind is not ScaleKind.PLAIN, kind.value))
 
     def codebook_tensor(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a fresh tensor [2**bits] of the codebook."""
         return torch.tensor(self.codebook, dtype=dtype, device=device)
-
-    def default_packing(self) -> Packing:
-        """Return the packing in which the reference codec writes this format."""
-        if self.bits == 8:  # noqa: PLR2004  # 8-bit codes fill a byte
-            return Packing.BYTES
-        return _DEFAULT_PACKINGS.get(self.name, Packing.LOW_FIRST)
 
     def __str__(self) -> str:
         """Return the name."""
@@ -141,53 +161,34 @@ _E2M1 = (*_E2M1_HALF, *(-value for value in _E2M1_HALF))  # code 8 is -0
 _NIBBLES = tuple(map(float, range(16)))
 _SIGNED_NIBBLES = tuple(map(float, range(-8, 8)))
 _SIGNED_BYTES = tuple(map(float, (*range(128), *range(-128, 0))))
-_PLAIN = frozenset({ScaleKind.PLAIN})
-_BNB_BLOCKS = frozenset({32, 64, 128, 256, 512, 1024, 2048, 4096})
-_BNB_SCALES = frozenset({ScaleKind.PLAIN, ScaleKind.DOUBLE_QUANT})
+_PLAIN, _E8M0 = frozenset({ScaleKind.PLAIN}), frozenset({ScaleKind.E8M0})
+_GGML = Packing.half_split(32)
+_BNB: dict[str, Any] = {
+    "scale_kinds": frozenset({ScaleKind.PLAIN, ScaleKind.DOUBLE_QUANT}),
+    "block_sizes": frozenset({32, 64, 128, 256, 512, 1024, 2048, 4096}),
+    "packing": Packing.HIGH_FIRST,
+    "has_flat_blocks": True,
+    "rule": "absmax",
+}
 _NVFP4_SCALES = frozenset({ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV, ScaleKind.PLAIN})
 _BY_16, _BY_32 = frozenset({16}), frozenset({32})
 
 BUILTIN_FORMATS: dict[str, Format] = {
     item.name: item
     for item in (
-        Format("nf4", Form.CODEBOOK, 4, 64, _NF4, _BNB_SCALES, _BNB_BLOCKS),
-        Format("fp4", Form.CODEBOOK, 4, 64, _FP4, _BNB_SCALES, _BNB_BLOCKS),
-        Format("nvfp4", Form.CODEBOOK, 4, 16, _E2M1, _NVFP4_SCALES, _BY_16),
-        Format("mxfp4", Form.CODEBOOK, 4, 32, _E2M1, frozenset({ScaleKind.E8M0}), _BY_32),
-        Format("q4_0", Form.CODEBOOK, 4, 32, _SIGNED_NIBBLES, _PLAIN, _BY_32),
-        Format("q4_1", Form.CODEBOOK, 4, 32, _NIBBLES, _PLAIN, _BY_32, has_offset=True),
-        Format("int4", Form.INTEGER, 4, 128),
-        Format("q8_0", Form.CODEBOOK, 8, 32, _SIGNED_BYTES, _PLAIN, _BY_32),
+        Format("nf4", Form.CODEBOOK, 4, 64, _NF4, **_BNB),
+        Format("fp4", Form.CODEBOOK, 4, 64, _FP4, **_BNB),
+        Format(
+            "nvfp4", Form.CODEBOOK, 4, 16, _E2M1, _NVFP4_SCALES, _BY_16, scale_kind=ScaleKind.E4M3_MUL,
+            has_signed_scales=False, rule="e2m1",
+        ),
+        Format("mxfp4", Form.CODEBOOK, 4, 32, _E2M1, _E8M0, _BY_32, has_signed_scales=False, rule="e2m1"),
+        Format("q4_0", Form.CODEBOOK, 4, 32, _SIGNED_NIBBLES, _PLAIN, _BY_32, packing=_GGML, rule="q4_0"),
+        Format("q4_1", Form.CODEBOOK, 4, 32, _NIBBLES, _PLAIN, _BY_32, has_offset=True, packing=_GGML, rule="q4_1"),
+        Format("int4", Form.INTEGER, 4, 128, rule="affine"),
+        Format("q8_0", Form.CODEBOOK, 8, 32, _SIGNED_BYTES, _PLAIN, _BY_32, rule="q8_0"),
     )
-}
-_BNB_PACKING, _GGML_PACKING = Packing.HIGH_FIRST, Packing.half_split(32)
-_DEFAULT_PACKINGS = {"nf4": _BNB_PACKING, "fp4": _BNB_PACKING, "q4_0": _GGML_PACKING, "q4_1": _GGML_PACKING}
-
-_DYNAMIC_DECADES = 7
-
-
-@functools.cache
-def dynamic_map() -> tuple[float, ...]:
-    """Return the 256 ascending float32 levels of bitsandbytes' signed dynamic 8-bit type, -0.99297 … 1.
-
-    Decade e (10^-6 … 1) holds 2^e levels of each sign, each the middle of one of as many equal parts of [0.1, 1]; with
-    0 and 1. The float32 roundings are those of a fused multiply-add, as torch computes them on CPUs that have one.
-    """
-    start, end = _round32(0.1), 1.0
-    levels = [0.0, 1.0]
-    for decade in range(_DYNAMIC_DECADES):
-        parts = 2**decade
-        step = _round32(_round32(end - start) / parts)
-        half = (parts + 1) // 2
-        edges = [_round32(start + step * i if i < half else end - step * (parts - i)) for i in range(parts + 1)]
-        middles = [_round32(_round32(low + high) / 2) for low, high in itertools.pairwise(edges)]
-        power = _round32(10.0 ** (decade - _DYNAMIC_DECADES + 1))
-        levels += [sign * _round32(power * middle) for sign in (1, -1) for middle in middles]
-    return tuple(sorted(levels))
-
-
-def _round32(value: float) -> float:
-    return struct.unpack("f", struct.pack("f", value))[0]  # type: ignore[no-any-return]
+}  # fmt: skip
 
 
 def find_format(name: str | Format, extra: Iterable[Format] = ()) -> Format:

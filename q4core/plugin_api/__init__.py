@@ -19,7 +19,7 @@ from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.diagnostics.events import emit, muted, parse_log, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name, counted
-from q4core.formats import FLOATS
+from q4core.formats import FLOATS, cat_stored
 from q4core.layers.preparation import emit_selection
 from q4core.machine import is_plain_call, on_device, outside_inference
 from q4core.plugins.discovery import plugin_of_command
@@ -31,6 +31,7 @@ __all__ = [
     "DIALECT_KEY",
     "FLOATS",
     "PLUGIN_FAULTS",
+    "cat_stored",
     "closest_name",
     "counted",
     "decode_rows",

@@ -19,8 +19,8 @@ from q4core.plugins.hooks import COMMAND_GROUP, ENTRY_POINT_GROUP, PROJECT, Hook
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-REFERENCE_PLUGIN = "dequant-fallback"
-"""Entry-point name of the reference; ``Q4_PLUGINS`` never shuts it out."""
+REFERENCE_PLUGINS = frozenset({"dequant-fallback", "quantize"})
+"""Entry-point names of the references; ``Q4_PLUGINS`` never shuts them out."""
 _HOOKS = tuple(sorted(name for name in vars(HookSpecs) if name.startswith("q4_")))
 
 
@@ -138,7 +138,7 @@ def _allowed(name: str, environment: Mapping[str, str], *, by_module: bool) -> b
     if name in _names(environment.get("Q4_DISABLE_PLUGINS")):
         return False
     wanted = _names(environment.get("Q4_PLUGINS"))
-    return not wanted or by_module or name == REFERENCE_PLUGIN or name in wanted
+    return not wanted or by_module or name in REFERENCE_PLUGINS or name in wanted
 
 
 def _strangers(records: dict[str, PluginRecord], environment: Mapping[str, str]) -> Iterator[tuple[PluginRecord, str]]:

@@ -55,6 +55,10 @@ class HookSpecs:
         """Return writers of checkpoint files."""
 
     @hookspec
+    def q4_quantizers(self) -> list[Any]:  # type: ignore[empty-body]  # a specification
+        """Return quantisers, each a ``q4core.Quantizer``."""
+
+    @hookspec
     def q4_layers(self) -> list[Any]:  # type: ignore[empty-body]  # a specification
         """Return layer types of networks; q4-nn says what they are."""
 

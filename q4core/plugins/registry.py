@@ -163,7 +163,7 @@ class Registry:
         return tuple(self._named("q4_checkpoint_writers")[0].values())
 
     def items(self, hook: str) -> dict[str, Any]:
-        """Return what every plugin gives to ``q4_layers`` or ``q4_architectures``, by name and in that order."""
+        """Return what every plugin gives to a hook of named items, such as ``q4_layers``, by name and in that order."""
         return self._named(hook)[0]
 
     def backends(self) -> dict[str, Backend]:

@@ -26,9 +26,6 @@ _SCALE_DTYPES = {
     ScaleKind.E4M3_DIV: _E4M3,
     ScaleKind.DOUBLE_QUANT: _BYTES,
 }
-_MAGNITUDE_FORMATS = frozenset({"nvfp4", "mxfp4"})
-"""Formats whose block scales are magnitudes in every kind. Elsewhere a plain scale may be negative: ggml's and INT4's
-steps are, and an absmax near zero beside an outlier is when bitsandbytes' second level is resolved."""
 _FINITE, _NOT_NEGATIVE, _POSITIVE = "finite", "finite and not negative", "finite and positive"
 _SIDE_RULES = {
     "nested_codebook": _FINITE,
@@ -194,7 +191,7 @@ def check_permutation(weight: PackedWeight) -> None:
 def _numbers(weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor, str]]:
     """Yield (field, tensor, rule) for what must be checked; scales of one byte as the float8 that they are."""
     if weight.scale_kind is ScaleKind.PLAIN:
-        yield "scale", weight.scale, _NOT_NEGATIVE if weight.format.name in _MAGNITUDE_FORMATS else _FINITE
+        yield "scale", weight.scale, _FINITE if weight.format.has_signed_scales else _NOT_NEGATIVE
     elif weight.scale_kind is ScaleKind.E8M0:
         yield "scale", weight.scale.view(torch.float8_e8m0fnu), _NOT_NEGATIVE
     elif weight.scale_kind is not ScaleKind.DOUBLE_QUANT:

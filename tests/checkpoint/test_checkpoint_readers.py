@@ -118,8 +118,8 @@ def test_missing_reader_is_named_with_the_way_to_it(name: str, plugin: str, stat
         open_checkpoint(tmp_path / name, plugins={} if state is None else {plugin: state})
     assert caught.value.hint is not None
     told = {
-        None: f"Install the package q4-{plugin}.",
-        "unknown": f"Install the package q4-{plugin}.",
+        None: f"Install the package that brings it: pip install q4-{plugin}.",
+        "unknown": f"Install the package that brings it: pip install q4-{plugin}.",
         "disabled": "to Q4_PLUGINS, or take it out of Q4_DISABLE_PLUGINS",
         "failed": "See `q4 doctor`: the plugin",
         "loaded": "See `q4 doctor`: the plugin",

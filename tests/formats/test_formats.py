@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import q4core as q4
-from q4core.formats import as_e4m3, as_e8m0, dynamic_map, find_format, resolve_levels
+from q4core.formats import as_e4m3, as_e8m0, find_format, resolve_levels
 from tests.support.samples import bits
 
 GOLDEN = Path(__file__).parents[2] / "conformance/src/q4_conformance/golden"
@@ -188,18 +188,26 @@ def test_a_missing_level_is_an_error(kind: q4.ScaleKind) -> None:
     assert caught.value.rule == "present"
 
 
-def test_dynamic_map_is_bitsandbytes_own() -> None:
-    """The 256 levels are those that bitsandbytes stores, but for how torch rounds on an older vector unit."""
-    ours = torch.tensor(dynamic_map())
-    stored = _stored("bitsandbytes/nf4-b64-double")["proj.weight.nested_quant_map"]
-    assert int((bits(ours) - bits(stored)).abs().max()) <= 2
-    assert ours.unique().numel() == 256
-    assert (float(ours[127]), float(ours[255])) == (0.0, 1.0)
-    assert torch.equal(ours, ours.sort().values)
-
-
 def test_a_format_reads_the_same_in_every_process() -> None:
     """Sets are listed in a fixed order: names of plans, which layers share between processes, are made of the text."""
     text = repr(q4.find_format("nvfp4"))
     kinds = sorted(map(str, q4.find_format("nvfp4").scale_kinds))
     assert f"scale_kinds={{{', '.join(kinds)}}}" in text
+
+
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [({"packing": q4.Packing.BYTES}, "packing"), ({"scale_kind": q4.ScaleKind.E8M0}, "scale_kind")],
+)
+def test_a_row_that_contradicts_itself_is_refused(facts: dict[str, Any], name: str) -> None:
+    """Packing and scale kind fit the other facts of the row."""
+    with pytest.raises(q4.FormatError) as caught:
+        q4.Format("odd", q4.Form.INTEGER, 4, 32, **facts)
+    assert caught.value.name == name
+
+
+def test_a_row_has_defaults_that_fit_it() -> None:
+    """Codes of 8 bits fill bytes, and the only scale kind is the default one."""
+    wide = q4.Format("wide", q4.Form.CODEBOOK, 8, 32, tuple(map(float, range(256))))
+    assert (wide.packing, wide.scale_kind, wide.rule) == (q4.Packing.BYTES, q4.ScaleKind.PLAIN, "")
+    assert q4.find_format("mxfp4").scale_kind is q4.ScaleKind.E8M0

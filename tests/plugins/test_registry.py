@@ -290,10 +290,10 @@ def test_a_failed_plugin_stands_among_the_rejections(tmp_path: Path) -> None:
     assert told == str([("dequant-fallback", "policy"), ("q4_test_broken", "plugin_error")])
 
 
-def test_allow_list_keeps_the_reference(tmp_path: Path) -> None:
-    """Q4_PLUGINS allows just the named plugins and the reference; Q4_DISABLE_PLUGINS leaves one out."""
+def test_allow_list_keeps_the_references(tmp_path: Path) -> None:
+    """Q4_PLUGINS allows just the named plugins and the references; Q4_DISABLE_PLUGINS leaves one out."""
     code = "import q4core as q4; print([r.name for r in q4.default_registry().records() if r.state == 'loaded'])"
-    assert _run(code, tmp_path, Q4_PLUGINS="gguf") == str(["dequant-fallback", "gguf"])
+    assert _run(code, tmp_path, Q4_PLUGINS="gguf") == str(["dequant-fallback", "gguf", "quantize"])
     assert "gguf" not in _run(code, tmp_path, Q4_DISABLE_PLUGINS="gguf")
     assert _run(BACKENDS, tmp_path, Q4_PLUGINS="gguf", Q4_DISABLE_PLUGINS="dequant-fallback") == ""
 

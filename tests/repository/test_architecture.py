@@ -37,6 +37,8 @@ CORE_IMPORTS = {"torch", "attrs", "pluggy", "structlog"}
 """What the core imports beside itself and the standard library: no less, and no more."""
 REFERENCE = "q4_dequant_fallback"
 """The kit needs it, and finds it by its entry point, as it finds whatever it judges: it imports no plugin."""
+QUANTIZER = "q4_quantize"
+"""Packages that call ``q4.quantize`` declare it; the core finds it by its entry point."""
 BUILT_UPON = {"q4_actors", "q4_nn", "q4_triton_kernels"}
 """Packages that plugins may import: actors and layers to build on, and kernels that several plugins share."""
 KIT: dict[str, set[str]] = {"q4_conformance": set(), "q4_conformance_faults": {"q4_conformance"}}
@@ -44,17 +46,13 @@ KIT: dict[str, set[str]] = {"q4_conformance": set(), "q4_conformance_faults": {"
 IMPORT_SECONDS = 0.3
 OUT_OF_ROOM = frozenset(
     {
-        # Its quantisers, one rounding at a time, and with a registry of its own: nothing public takes these.
-        ("plugins/nvfp4-native/tests/test_nvfp4_quantizer.py", "q4core.session"),
         ("tests/diagnostics/test_fault_places.py", "q4core.session"),
         # With which numbers of rows the core probes the schedule's paths.
         ("plugins/triton-kernels/tests/test_triton_schedule.py", "q4core.selection.probe_results"),
         # What a policy does to a layer's source.
         ("tests/memory/test_memory_placement.py", "q4core.layers"),
-        # Native quantisers are compared with the reference, and wrong ones given to the probe, which keeps results.
-        ("tests/session/test_quantizer.py", "q4core.codec"),
-        ("tests/session/test_quantizer.py", "q4core.probes.quantizer"),
-        ("tests/session/test_quantizer.py", "q4core.selection.probe_results"),
+        # How often a native quantiser is proven.
+        ("plugins/quantize/tests/test_native_quantizers.py", "q4core.selection.probe_results"),
     }
 )
 """Test → private module of another room that it imports all the same."""
@@ -219,6 +217,7 @@ def test_dependencies_are_declared_and_used(distribution: str, folder: Path) -> 
     if folder.name == "q4_conformance":
         assert REFERENCE in declared
         declared.remove(REFERENCE)
+    declared.discard(QUANTIZER)
     declared = {re.sub(r"^cupy_cuda\d+x$", "cupy", name) for name in declared}  # one module, a wheel for each CUDA
     if distribution == "q4core":
         declared -= {line.replace("-", "_") for line in PACKAGES}  # extras bring plugins

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.slow
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an environment with the core, the reference, the kit and the example, each from its wheel."""
     base = tmp_path_factory.mktemp("example") / "env"
-    beside = [fresh.ROOT / folder for folder in ("plugins/cli", "plugins/dequant-fallback", "conformance")]
+    beside = [
+        fresh.ROOT / folder for folder in ("plugins/cli", "plugins/dequant-fallback", "plugins/quantize", "conformance")
+    ]
     ours = [fresh.ROOT, *beside, EXAMPLE]
     fresh.make_environment(base, ours)
     return base

@@ -15,7 +15,16 @@ import json, sys
 import torch
 import q4core as q4
 
-weight = q4.quantize(torch.randn(48, 128, generator=torch.Generator().manual_seed(1)), "nf4")
+generator = torch.Generator().manual_seed(1)
+weight = q4.PackedWeight(
+    format=q4.find_format("nf4"), out_features=48, in_features=128, block_size=64,
+    qdata=torch.randint(0, 256, (48, 64), dtype=torch.uint8, generator=generator),
+    scale=torch.rand(48, 2, generator=generator),
+)
+try:
+    q4.quantize(torch.ones(48, 128), "nf4")
+except q4.PluginError as error:
+    missing = str(error)
 with q4.Session() as session:
     layer = session.linear(weight)
     x = torch.ones(3, 128)
@@ -32,6 +41,7 @@ print(json.dumps({
     "rejections": len(record.rejections),
     "modules": sorted(name for name in sys.modules if name.startswith("q4_") and "." not in name),
     "error": error,
+    "missing": missing,
     "mapped": mapped,
 }))
 """
@@ -54,7 +64,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
 def test_core_and_fallback_alone_run_a_layer_without_compiled_code_of_ours(python: Path, tmp_path: Path) -> None:
-    """A session is made, a forward is right, the fallback is the only plugin, and nothing native of ours is mapped."""
+    """A session is made, a forward is right, the fallback is the only plugin, and nothing native of ours is mapped.
+
+    What quantises is another package, and ``q4.quantize`` says which.
+    """
     done = fresh.run(python, "-c", PROGRAM, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -64,6 +77,7 @@ def test_core_and_fallback_alone_run_a_layer_without_compiled_code_of_ours(pytho
     assert (told["backend"], told["rejections"]) == ("dequant-fallback", 0)
     assert told["modules"] == ["q4_dequant_fallback"]
     assert told["error"] < 1e-4
+    assert "pip install q4-quantize" in told["missing"]
     mapped = [Path(path) for path in told["mapped"]]
     assert [path for path in mapped if is_ours(path)] == []
     native = [file for file in site.glob("q4*/**/*") if file.suffix in {".so", ".pyd", ".dylib", ".dll"}]

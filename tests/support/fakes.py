@@ -98,12 +98,13 @@ def plugin(*backends: Any, **hooks: Any) -> types.ModuleType:
 
 
 def registry(*backends: Any, reference: bool = True) -> q4.Registry:
-    """Return a registry with these backends, and the reference unless told."""
+    """Return a registry with these backends; by default with the references, of products and of quantising."""
     plugins: list[tuple[str, object]] = [(f"plugin-{i}", plugin(backend)) for i, backend in enumerate(backends)]
     if reference:
         import q4_dequant_fallback  # noqa: PLC0415  # found like any plugin; named here for tests only
+        import q4_quantize  # noqa: PLC0415  # as above
 
-        plugins.append(("dequant-fallback", q4_dequant_fallback))
+        plugins += [("dequant-fallback", q4_dequant_fallback), ("quantize", q4_quantize)]
     return q4.Registry(plugins)
 
 

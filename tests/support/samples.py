@@ -67,7 +67,7 @@ def random_weight(
     form = q4.BUILTIN_FORMATS[name]
     kind = kind or KINDS[name][0]
     block = block or form.block_size
-    packing = packing or form.default_packing()
+    packing = packing or form.packing
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {kind} {n} {k} {seed}".encode()))
 
     def whole(low: int, high: int, *shape: int) -> torch.Tensor:

@@ -105,7 +105,7 @@ def _large(scale: torch.Tensor, kind: Kind, name: str = "nvfp4") -> q4.PackedWei
         in_features=k,
         block_size=block,
         scale_kind=kind,
-        packing=form.default_packing(),
+        packing=form.packing,
         blocks=q4.BlockOrder.FLAT if is_flat else q4.BlockOrder.ROW,
         global_scale=torch.ones(()) if has_global else None,
     )

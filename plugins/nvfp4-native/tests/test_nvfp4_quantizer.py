@@ -8,9 +8,11 @@ import attrs
 import pytest
 import torch
 
-from q4_conformance.subjects.backend import make_registry
+import q4_nvfp4_native
+import q4_quantize
 from q4_nvfp4_native import Nvfp4Native, quantize_packed, swizzle_scales
 from q4_nvfp4_native.quantizer import KINDS, quantize_parts
+from q4_quantize import find_quantizer, quantize_request
 from q4core import (
     BUILTIN_FORMATS,
     FormatError,
@@ -19,13 +21,13 @@ from q4core import (
     Packing,
     PathKind,
     ReasonCode,
+    Registry,
     Request,
     Rounding,
     ScaleKind,
     dequantize,
     quantize,
 )
-from q4core.session import quantizer
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -204,28 +206,28 @@ def test_what_does_not_fit_is_a_typed_error(dense: Any, choices: dict[str, Any],
 @pytest.mark.parametrize("rounding", Rounding)
 def test_the_core_proves_it(name: str, kind: ScaleKind, rounding: Rounding) -> None:
     """The probe of the core passes to nearest and by chance; the quantiser is then what the public function uses."""
-    plugins = make_registry(Nvfp4Native())
+    plugins = Registry([("nvfp4-native", q4_nvfp4_native), ("quantize", q4_quantize)])
     dense = torch.randn(8, 64)
-    request = quantizer.quantize_request(dense, name, scale_kind=kind, rounding=rounding)
-    found = quantizer.find_quantizer(plugins, request)
+    request = quantize_request(dense, name, scale_kind=kind, rounding=rounding)
+    found = find_quantizer(plugins, request)
     assert (found.backend, found.path.kind) == ("nvfp4-native", PathKind.QUANTIZE)
     if rounding is Rounding.NEAREST:
         _assert_same(Nvfp4Native().quantize(dense, request), quantize(dense, name, scale_kind=kind))
         return
-    got = quantizer.quantize(dense, name, scale_kind=kind, rounding=rounding, seed=9, registry=plugins)
+    got = quantize(dense, name, scale_kind=kind, rounding=rounding, seed=9, registry=plugins)
     _assert_same(got, quantize_packed(dense, name, scale_kind=kind, stochastic=True, seed=9))
 
 
 def test_the_backend_leaves_finite_values_to_the_core() -> None:
     """Asked through the contract, it looks at no value on the host."""
     dense = torch.full((4, 32), torch.nan)
-    request = quantizer.quantize_request(dense, "nvfp4")
+    request = quantize_request(dense, "nvfp4")
     assert Nvfp4Native().quantize(dense, request).shape == (4, 32)
 
 
 def test_codes_in_another_order_are_refused() -> None:
     """The quantiser writes the lower nibble first, and refuses by `format` to be asked for more."""
-    request = quantizer.quantize_request(torch.randn(4, 32), "nvfp4", packing=Packing.HIGH_FIRST)
+    request = quantize_request(torch.randn(4, 32), "nvfp4", packing=Packing.HIGH_FIRST)
     assert [reason.code for reason in Nvfp4Native().check(request).reasons] == [ReasonCode.FORMAT]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import q4core as q4
-from q4core.codec import encode
+from q4_quantize import encode
 from tests.support.samples import FORMAT_KINDS, KINDS, PACKINGS, bits
 
 NAMES = [*q4.BUILTIN_FORMATS]
@@ -33,7 +33,7 @@ def test_facts_of_the_result(name: str, kind: q4.ScaleKind) -> None:
     stored = {"int4": torch.bfloat16, "q4_0": torch.float16, "q4_1": torch.float16, "q8_0": torch.float16}
     by_kind = {PLAIN: torch.float32, DOUBLE: torch.uint8, q4.ScaleKind.E8M0: torch.float8_e8m0fnu}
     assert weight.scale.dtype is stored.get(name, by_kind.get(kind, torch.float8_e4m3fn))
-    assert weight.packing == weight.format.default_packing()
+    assert weight.packing == weight.format.packing
     weight.check_values()
 
 

@@ -11,9 +11,10 @@ import safetensors.torch
 import torch
 
 import q4core as q4
+from q4_quantize.double_quant import dynamic_map
 from tests.support.samples import bits
 
-GOLDEN = Path(__file__).parents[2] / "conformance/src/q4_conformance/golden"
+GOLDEN = Path(__file__).parents[3] / "conformance/src/q4_conformance/golden"
 MANIFEST: dict[str, dict[str, Any]] = json.loads((GOLDEN / "manifest.json").read_text(encoding="utf-8"))
 DOUBLE = q4.ScaleKind.DOUBLE_QUANT
 
@@ -127,3 +128,13 @@ def test_golden_layers_are_there() -> None:
     assert len(BITSANDBYTES) >= 20
     assert len(TORCHAO) >= 6
     assert len(_cases("gguf/q")) >= 6
+
+
+def test_dynamic_map_is_bitsandbytes_own() -> None:
+    """The 256 levels are those that bitsandbytes stores, but for how torch rounds on an older vector unit."""
+    ours = torch.tensor(dynamic_map())
+    stored = _load("bitsandbytes/nf4-b64-double")["proj.weight.nested_quant_map"]
+    assert int((bits(ours) - bits(stored)).abs().max()) <= 2
+    assert ours.unique().numel() == 256
+    assert (float(ours[127]), float(ours[255])) == (0.0, 1.0)
+    assert torch.equal(ours, ours.sort().values)

@@ -37,7 +37,7 @@ def _request(**facts: Any) -> Request:
     values: dict[str, Any] = {
         "format": kind,
         "scale_kind": next(iter(sorted(kind.scale_kinds, key=lambda item: item.value, reverse=True))),
-        "packing": kind.default_packing(),
+        "packing": kind.packing,
         "block_size": 64,
         "out_features": 64,
         "in_features": 256,

@@ -240,7 +240,7 @@ def _shapes(case: Case) -> Iterator[Case]:
     random = np.random.default_rng([case.seeds[0], *kind.name.encode()])
     for _ in range(_SHAPES):
         rows, n, k = (int(random.integers(1, most + 1)) for most in (max(case.rows), recipe.n, recipe.k))
-        is_flat = kind.name in {"nf4", "fp4"} and bool(random.integers(2))
+        is_flat = kind.has_flat_blocks and bool(random.integers(2))
         if is_flat:
             shaped = attrs.evolve(recipe, n=n, k=k, features={Feature.FLAT_BLOCKS})
         elif kind.form is Form.INTEGER:  # whose last block may be short

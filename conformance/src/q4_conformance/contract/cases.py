@@ -100,7 +100,7 @@ def _features(kind: Format) -> Iterator[frozenset[Feature]]:
         yield frozenset({Feature.ZERO_POINT, Feature.INPUT_PERMUTATION})
         yield frozenset({Feature.INPUT_CHANNEL_SCALE})
         yield frozenset({Feature.INPUT_PERMUTATION, Feature.INPUT_CHANNEL_SCALE})
-    if kind.name in {"nf4", "fp4"}:
+    if kind.has_flat_blocks:
         yield frozenset({Feature.INPUT_CHANNEL_SCALE})
 
 
@@ -119,7 +119,7 @@ def _awkward(kind: Format) -> Iterator[WeightRecipe]:
         for k in (33, 200, 257):
             yield attrs.evolve(base, n=7, k=k)
             yield attrs.evolve(base, n=7, k=k, block_size=32, features={Feature.ZERO_POINT})
-    if kind.name in {"nf4", "fp4"}:
+    if kind.has_flat_blocks:
         for n, k in ((5, 33), (7, 100), (3, 257), (1, 1)):
             yield attrs.evolve(base, n=n, k=k, features={Feature.FLAT_BLOCKS})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from q4_conformance.contract.case import Case
-from q4core import BUILTIN_FORMATS, Form, find_format
+from q4core import BUILTIN_FORMATS, find_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,7 +48,7 @@ def dialect_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> t
     cases = [foreign]
     for item in formats:
         kind = find_format(item)
-        detect = "TC-01" if kind.form is Form.CODEBOOK and kind.name in {"nf4", "fp4"} else "TC-02"
+        detect = "TC-01" if kind.has_flat_blocks else "TC-02"
         cases += [
             Case(contract.format(detect=detect), part, text, name, profile="dialect", format=kind.name)
             for contract, part, name, text in rows

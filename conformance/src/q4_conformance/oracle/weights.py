@@ -65,7 +65,7 @@ class WeightRecipe:
     k: int = 256
     seed: int = 0
     scale_kind: ScaleKind = ScaleKind.PLAIN
-    packing: Packing = attrs.field(default=attrs.Factory(lambda self: self.format.default_packing(), takes_self=True))
+    packing: Packing = attrs.field(default=attrs.Factory(lambda self: self.format.packing, takes_self=True))
     block_size: int = attrs.field(default=attrs.Factory(lambda self: self.format.block_size, takes_self=True))
     features: frozenset[Feature] = attrs.field(default=frozenset(), converter=_to_features)
     is_grouped: bool = False

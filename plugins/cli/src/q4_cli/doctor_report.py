@@ -82,28 +82,20 @@ def unknown_formats(registry: q4.Registry) -> list[str]:
 
 
 def representative_request(kind: q4.Format, device: torch.device, dtype: torch.dtype) -> q4.Request:
-    """Return the request that a 4096×4096 layer of a format makes, packed and scaled as the reference codec does it."""
-    block = kind.block_size
-    facts: dict[str, Any] = {
-        "out_features": _SIZE,
-        "in_features": -(-_SIZE // block) * block,
-        "device": device,
-        "dtype": dtype,
-        "out_dtype": dtype,
-    }
-    try:
-        weight = q4.quantize(torch.linspace(-1, 1, 2 * block).reshape(2, block), kind)
-        return attrs.evolve(q4.Request.for_weight(weight), **facts)
-    except q4.Q4Error:  # a plugin's format, which the reference codec can't make
-        features = {q4.Feature.OFFSET: kind.has_offset, q4.Feature.ZERO_POINT: kind.form is q4.Form.INTEGER}
-        return q4.Request(
-            format=kind,
-            scale_kind=min(kind.scale_kinds, key=lambda item: (item is not q4.ScaleKind.PLAIN, item.value)),
-            packing=kind.default_packing(),
-            block_size=block,
-            features=frozenset(name for name, has in features.items() if has),
-            **facts,
-        )
+    """Return the request that a 4096×4096 layer of a format makes, packed and scaled as the format is by default."""
+    features = {q4.Feature.OFFSET: kind.has_offset, q4.Feature.ZERO_POINT: kind.form is q4.Form.INTEGER}
+    return q4.Request(
+        format=kind,
+        scale_kind=kind.scale_kind,
+        packing=kind.packing,
+        block_size=kind.block_size,
+        features=frozenset(name for name, has in features.items() if has),
+        out_features=_SIZE,
+        in_features=-(-_SIZE // kind.block_size) * kind.block_size,
+        device=device,
+        dtype=dtype,
+        out_dtype=dtype,
+    )
 
 
 def survey_backends(

@@ -20,7 +20,6 @@ KINDS: dict[str, dict[ScaleKind, int]] = {
     "mxfp4": {ScaleKind.E8M0: 0},
 }
 """The scale kinds that each format is quantised with, and the kernels' number for them."""
-_DEFAULT_KINDS = {"nvfp4": ScaleKind.E4M3_MUL, "mxfp4": ScaleKind.E8M0}
 _SCALE_DTYPES = {"nvfp4": torch.float8_e4m3fn, "mxfp4": torch.float8_e8m0fnu}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ELEMENTS = 4096
@@ -97,7 +96,7 @@ def quantize_parts(  # noqa: PLR0913  # the choices that a format leaves open
             capture nothing can be said of its values: there they are the caller's to know.
     """
     kind = find_format(format)
-    chosen = _DEFAULT_KINDS.get(kind.name) if scale_kind is None else scale_kind
+    chosen = kind.scale_kind if scale_kind is None else scale_kind
     if kind.name not in KINDS or BUILTIN_FORMATS[kind.name] != kind:
         raise FormatError("native quantiser", name="format", rule="'nvfp4' or 'mxfp4'", value=kind.name)
     if chosen not in KINDS[kind.name]:
@@ -190,7 +189,7 @@ def quantize_packed(  # noqa: PLR0913  # the choices that a format leaves open
         out_features=rows,
         in_features=columns,
         block_size=kind.block_size,
-        scale_kind=_DEFAULT_KINDS[kind.name] if scale_kind is None else scale_kind,
+        scale_kind=kind.scale_kind if scale_kind is None else scale_kind,
         packing=Packing.LOW_FIRST,
         global_scale=parts.global_scale,
         dtype=dense.dtype,

@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.errors import InputError
-from q4core.formats import FLOATS, Form, Format, NibbleOrder, Packing, ScaleKind
+from q4_quantize.rules import MEANINGS, RULES
+from q4core import BUILTIN_FORMATS, Form, InputError, NibbleOrder, Packing
+from q4core.plugin_api import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from q4core.codec.rules import Coded
-    from q4core.errors import Q4Error
+    from q4_quantize.rules import Coded
+    from q4core import Format, Q4Error, ScaleKind
 
 _MOST_FEATURES = 2**31 - 1
 _MOST_ELEMENTS = 1 << 40
 _CODE_BITS = 8
-FLAT_FORMATS = frozenset({"nf4", "fp4"})
-"""Formats whose blocks run across rows where K is not a multiple of the block."""
 
 _Rule = tuple[bool, str, str, object, "str | None"]
 """Whether it is met, of what, what must hold, what is there, the way out."""
@@ -61,6 +60,16 @@ def check_finite(dense: torch.Tensor, where: str | None) -> None:
     raise InputError("quantize", name=f"dense{list(first)}", rule="finite", hint=hint, **facts)
 
 
+def format_rules(chosen: Format) -> Iterator[_Rule]:
+    """Yield what must hold of a format: its rule is known here, and writes codes that mean what the format's do."""
+    yield chosen.rule in RULES, "rule of the format", f"one of {', '.join(RULES)}", chosen.rule, None
+    like = BUILTIN_FORMATS[MEANINGS.get(chosen.rule, "nf4")]
+    codebook = like.codebook if chosen.rule in MEANINGS else chosen.codebook
+    meaning = (chosen.form, chosen.codebook, chosen.has_offset)
+    is_met, rule = meaning == (like.form, codebook, like.has_offset), f"another: {chosen.rule} writes codes of {like}"
+    yield is_met, "rule of the format", rule, chosen.rule, None
+
+
 def choice_rules(  # noqa: PLR0913  # the choices of one call
     chosen: Format, block: int, kind: ScaleKind, packing: Packing, columns: int, *, symmetric: bool
 ) -> Iterator[_Rule]:
@@ -74,7 +83,7 @@ def choice_rules(  # noqa: PLR0913  # the choices of one call
     is_met = isinstance(packing, Packing) and packing.codes_per_byte * chosen.bits == _CODE_BITS
     yield is_met, "packing", f"of {chosen.bits}-bit codes", str(packing), None
     yield is_integer or not symmetric, "symmetric", "False: only int4 has zero points", symmetric, None
-    if columns % block and chosen.name in FLAT_FORMATS:
+    if columns % block and chosen.has_flat_blocks:
         rule = f"low_first or high_first where K is not a multiple of {block}"
         yield packing.order is not NibbleOrder.HALF_SPLIT, "packing", rule, str(packing), None
         return

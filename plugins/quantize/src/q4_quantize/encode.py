@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.codec import checks, rules
-from q4core.errors import FormatError
-from q4core.formats import BUILTIN_FORMATS, BlockOrder, Format, Packing, ScaleKind, find_format, pack_codes
-from q4core.weight import PackedWeight
+from q4_quantize import checks, rules
+from q4_quantize.double_quant import double_quantise
+from q4core import BlockOrder, FormatError, PackedWeight, ScaleKind, find_format, pack_codes
 
 if TYPE_CHECKING:
-    from q4core.codec.rules import Coded, Rule
+    from q4_quantize.rules import Coded, Rule
+    from q4core import Format, Packing
 
 _CHUNK_ELEMENTS = 1 << 19
-_DEFAULT_KINDS = {"nvfp4": ScaleKind.E4M3_MUL, "mxfp4": ScaleKind.E8M0}
 _TWO_LEVELS = frozenset({ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})
 
 
-def quantize(  # noqa: PLR0913  # the choices that a format leaves open
+def quantize_reference(  # noqa: PLR0913  # the choices that a format leaves open
     dense: torch.Tensor,
     format: str | Format,  # noqa: A002  # the contract's name
     *,
@@ -38,12 +37,12 @@ def quantize(  # noqa: PLR0913  # the choices that a format leaves open
 
     Args:
         dense: float32, bfloat16 or float16 [N, K], any strides, finite; it is only read.
-        format: One of the eight built-in formats.
-        block_size: In-features per scale; None for the format's own.
-        scale_kind: How scales are stored. None for E4M3_MUL (nvfp4), E8M0 (mxfp4), PLAIN (the others); DOUBLE_QUANT is
-            bitsandbytes' double quantisation.
-        packing: The nibble order; None for the format's own.
-        symmetric: For int4: no zero points, code 8 stands for 0.
+        format: A built-in format, or one whose ``rule`` is among ``RULES``.
+        block_size: In-features per scale. Defaults to the format's own.
+        scale_kind: How scales are stored. Defaults to the format's own; DOUBLE_QUANT is bitsandbytes' double
+            quantisation.
+        packing: The nibble order. Defaults to the format's own.
+        symmetric: For INTEGER formats: no zero points, code 8 stands for 0.
         name: The layer's name, for messages.
 
     Returns:
@@ -56,41 +55,31 @@ def quantize(  # noqa: PLR0913  # the choices that a format leaves open
         FormatError: The format is unknown, or the block size, scale kind, packing or K is not legal for it.
     """
     chosen = find_format(format)
-    if BUILTIN_FORMATS.get(chosen.name) != chosen:
-        known = ", ".join(BUILTIN_FORMATS)
-        raise FormatError("quantize", name="format", rule=f"one of {known}", value=chosen.name, where=name)
+    checks.require(FormatError, f"quantize to {chosen}", checks.format_rules(chosen), name)
     checks.check_dense(dense, name)
     dense = dense.detach()
     rows, columns = dense.shape
     block = chosen.block_size if block_size is None else block_size
-    kind = _DEFAULT_KINDS.get(chosen.name, ScaleKind.PLAIN) if scale_kind is None else scale_kind
-    order = chosen.default_packing() if packing is None else packing
+    kind = chosen.scale_kind if scale_kind is None else scale_kind
+    order = chosen.packing if packing is None else packing
     legal = checks.choice_rules(chosen, block, kind, order, columns, symmetric=symmetric)
     checks.require(FormatError, f"quantize to {chosen}", legal, name)
-    blocks = BlockOrder.FLAT if chosen.name in checks.FLAT_FORMATS and columns % block else BlockOrder.ROW
+    blocks = BlockOrder.FLAT if chosen.has_flat_blocks and columns % block else BlockOrder.ROW
     checks.check_finite(dense, name)
     fields: dict[str, Any] = {}
     if kind in _TWO_LEVELS:
         least, greatest = dense.aminmax()
         fields["global_scale"] = rules.nvfp4_global_scale(torch.maximum(-least, greatest).to(torch.float32), kind)
+    choices = rules.Choices(chosen, kind, dense.dtype, fields.get("global_scale"), symmetric)
+    rule = rules.RULES[chosen.rule](choices)
     if blocks is BlockOrder.FLAT:
-        coded = _encode_flat(dense.reshape(-1), block, chosen, order)
+        coded = _encode_flat(dense.reshape(-1), block, chosen, order, rule)
     else:
-        by_format: dict[str, Rule] = {
-            "nf4": rules.absmax_rule(chosen),
-            "fp4": rules.absmax_rule(chosen),
-            "nvfp4": rules.nvfp4_rule(kind, fields.get("global_scale")),
-            "mxfp4": rules.mxfp4_rule,
-            "q4_0": rules.q4_0_rule,
-            "q4_1": rules.q4_1_rule,
-            "q8_0": rules.q8_0_rule,
-            "int4": rules.int4_rule(dense.dtype, symmetric=symmetric),
-        }
-        coded = _encode_rows(dense, block, by_format[chosen.name], order)
+        coded = _encode_rows(dense, block, rule, order)
     checks.check_scales(coded, chosen, name)
     fields["scale"] = coded.scale
     if kind is ScaleKind.DOUBLE_QUANT:
-        fields.update(rules.double_quantise(coded.scale))
+        fields.update(double_quantise(coded.scale))
     return PackedWeight(
         format=chosen,
         qdata=coded.codes,
@@ -123,14 +112,14 @@ def _encode_rows(dense: torch.Tensor, block: int, rule: Rule, packing: Packing) 
     return rules.Coded.join(torch.cat([part.codes for part in parts]), parts, 0)
 
 
-def _encode_flat(flat: torch.Tensor, block: int, form: Format, packing: Packing) -> Coded:
-    """Return packed codes [ceil(N * K / 2)] and numbers [ceil(N * K / block)] of NF4 or FP4."""
+def _encode_flat(flat: torch.Tensor, block: int, form: Format, packing: Packing, rule: Rule) -> Coded:
+    """Return packed codes [ceil(N * K / 2)] and numbers [ceil(N * K / block)] of the flattened weight."""
     whole = flat.numel() // block * block
-    rule = rules.absmax_rule(form)
     chunks = torch.unflatten(flat[:whole], 0, (-1, block)).split(max(1, _CHUNK_ELEMENTS // block))
     pieces = [rule(chunk.to(torch.float32)) for chunk in chunks]
     if whole < flat.numel():
-        pieces.append(rules.absmax_rule(form, short=True)(flat[None, whole:].to(torch.float32)))
+        short = rules.absmax_rule(form, short=True) if form.rule == "absmax" else rule
+        pieces.append(short(flat[None, whole:].to(torch.float32)))
     codes = torch.cat([piece.codes.reshape(-1) for piece in pieces])
     codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2), value=rules.code_of_zero(form))
     return rules.Coded.join(pack_codes(codes, packing), pieces, 0)

@@ -7,24 +7,17 @@ is fair is the kit's to judge (EX-13).
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from q4core import codec
-from q4core.diagnostics.errors_of_plugins import note_fault
-from q4core.errors import PLUGIN_FAULTS
-from q4core.formats import NibbleOrder, as_bytes
-from q4core.machine import on_device
-from q4core.policy import Rounding
-from q4core.probes.comparison import probe_result
-from q4core.weight import Feature, PackedWeight, WeightSpec
+from q4_quantize import encode
+from q4core import Feature, Form, NibbleOrder, PackedWeight, Rounding, WeightSpec, dequantize
+from q4core.plugin_api import PLUGIN_FAULTS, note_fault, on_device
 
 if TYPE_CHECKING:
-    from q4core.backend import Backend, Request
-    from q4core.selection.probe_results import ProbeResult
+    from q4core import Backend, Request
 
 _ROWS, _COLUMNS = 16, 256
 _SEEDS = (1, 1, 2)
@@ -41,25 +34,24 @@ def call_quantizer(backend: Backend, dense: torch.Tensor, request: Request, seed
     return packed
 
 
-def probe_quantizer(backend: Backend, request: Request) -> ProbeResult:
-    """Run a quantiser on a sample with zeros, ties and small values, and judge what it writes.
+def probe_quantizer(backend: Backend, request: Request) -> str | None:
+    """Run a quantiser on a sample with zeros, ties and small values; return what is wrong first, or None.
 
-    The sample has the request's device, dtype and classes of N and K; the result's ``fault`` says what was wrong first.
+    The sample has the request's device, dtype and classes of N and K.
     """
-    started = time.perf_counter()
     is_random = request.rounding is Rounding.STOCHASTIC
     sample = _sample(request)
     asked = attrs.evolve(request, out_features=sample.shape[0], in_features=sample.shape[1])
     is_signed = request.features.isdisjoint({Feature.ZERO_POINT, Feature.FLOAT_ZERO_POINT})
     try:
         # The CPU's bytes are the reference: torch's operations may round otherwise on another device.
-        wanted = codec.quantize(
+        wanted = encode.quantize_reference(
             sample,
             request.format,
             block_size=request.block_size,
             scale_kind=request.scale_kind,
             packing=request.packing,
-            symmetric=request.format.name == "int4" and is_signed,
+            symmetric=request.format.form is Form.INTEGER and is_signed,
         )
         dense = sample.to(request.device, copy=True)
         got = [call_quantizer(backend, dense, asked, seed) for seed in (_SEEDS if is_random else (0,))]
@@ -71,9 +63,7 @@ def probe_quantizer(backend: Backend, request: Request) -> ProbeResult:
             message = _misrounded(sample, given) if is_random else _difference(wanted, given[0])
     except PLUGIN_FAULTS as error:
         message = f"it raised {note_fault(backend.name, error)}"
-    if message is not None:
-        message = f"the native quantiser, rounding {request.rounding.value}: {message}"
-    return probe_result(message, started)
+    return None if message is None else f"the native quantiser, rounding {request.rounding.value}: {message}"
 
 
 def _sample(request: Request) -> torch.Tensor:
@@ -104,7 +94,7 @@ def _misfit(wanted: PackedWeight, got: object, device: torch.device) -> str | No
 def _difference(wanted: PackedWeight, got: PackedWeight) -> str | None:
     """Say in which field the bytes of two weights of one layout differ, or None."""
     for (field, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True):
-        mine, its = (as_bytes(item).flatten() for item in (ours, theirs))
+        mine, its = (item.reshape(-1).view(torch.uint8) for item in (ours, theirs))
         wrong = (mine != its).nonzero().flatten()
         if len(wrong):
             first = int(wrong[0])
@@ -118,7 +108,7 @@ def _misrounded(sample: torch.Tensor, given: list[PackedWeight]) -> str | None:
     first, again, other = given
     if _difference(first, again) is not None:
         return "equal seeds gave other bytes"
-    exact, values, levels = sample.to(torch.float64), codec.dequantize(first, torch.float64), _levels(first)
+    exact, values, levels = sample.to(torch.float64), dequantize(first, torch.float64), _levels(first)
     step = levels.diff(dim=0).amax(0) * _CLOSE
     below = torch.where(levels <= exact + step, levels, -torch.inf).amax(0)
     above = torch.where(levels >= exact - step, levels, torch.inf).amin(0)
@@ -140,4 +130,4 @@ def _levels(weight: PackedWeight) -> torch.Tensor:
     count = 2**weight.format.bits
     width = 1 if weight.packing.order is NibbleOrder.BYTES else count + 1
     one = [attrs.evolve(weight, qdata=torch.full_like(weight.qdata, code * width)) for code in range(count)]
-    return torch.stack([codec.dequantize(item, torch.float64) for item in one]).sort(dim=0).values
+    return torch.stack([dequantize(item, torch.float64) for item in one]).sort(dim=0).values

@@ -1,4 +1,4 @@
-"""Quantises by a backend's native quantiser that is proven on this machine, else by the reference codec."""
+"""``ReferenceQuantizer``: a backend's native quantiser that is proven on this machine, else the reference rules."""
 
 from __future__ import annotations
 
@@ -9,113 +9,86 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core import codec
-from q4core.backend import Request
-from q4core.diagnostics.events import emit
-from q4core.errors import BackendUnavailableError, InputError, LifecycleError, Q4Error
-from q4core.formats import Format, find_format
-from q4core.plugins.registry import default_registry
-from q4core.policy import Rounding, SessionConfig, to_option
-from q4core.probes.quantizer import call_quantizer, probe_quantizer
-from q4core.selection.cache import select_for
-from q4core.selection.plan import given_weight
-from q4core.selection.probe_results import probe_results, warn_of_fault
+from q4_quantize import checks
+from q4_quantize.encode import quantize_reference
+from q4_quantize.probe import call_quantizer, probe_quantizer
+from q4_quantize.rules import RULES
+from q4core import BackendUnavailableError, InputError, LifecycleError, Q4Error, Request, Rounding, find_format
+from q4core.extension import given_weight, select_proven
+from q4core.plugin_api import emit
 
 if TYPE_CHECKING:
-    from q4core.formats import Packing, ScaleKind
-    from q4core.plugins.registry import Registry
-    from q4core.selection.result import Selection
-    from q4core.weight import PackedWeight
+    from q4core import Backend, Format, PackedWeight, Registry, Selection
 
 _SEEDS = 1 << 31
 
 
-def quantize(  # noqa: PLR0913  # one argument per wish
-    dense: torch.Tensor,
-    format: str | Format,  # noqa: A002  # the contract's name
-    *,
-    block_size: int | None = None,
-    scale_kind: ScaleKind | None = None,
-    packing: Packing | None = None,
-    symmetric: bool = False,
-    name: str | None = None,
-    rounding: Rounding | str = Rounding.NEAREST,
-    seed: int = 0,
-    registry: Registry | None = None,
-) -> PackedWeight:
-    """Return a dense weight in four bits: on CUDA by a proven native quantiser, else by the reference codec.
+class ReferenceQuantizer:
+    """The quantiser that the hook ``q4_quantizers`` brings; see ``q4core.quantize`` for its arguments."""
 
-    Rounded to nearest, the bytes are the same whoever wrote them. The event ``q4.quantize`` says who did.
+    name = "reference"
+    rules = frozenset(RULES)
 
-    Args:
-        dense: float32, bfloat16 or float16 [N, K], any strides, finite; it is only read.
-        format: Name of the format, or a ``Format``.
-        block_size: In-features per scale; None for the format's own.
-        scale_kind: How scales are stored; None for the format's own.
-        packing: The nibble order; None for the format's own.
-        symmetric: For int4: no zero points, code 8 stands for 0.
-        name: The layer's name, for messages.
-        rounding: By chance only where a backend's quantiser declares it: the reference has none.
-        seed: For rounding by chance, 0 … 2^31 - 1: equal seeds give equal bytes.
-        registry: The plugins to choose among; the process's unless told.
+    @staticmethod
+    def quantize(  # noqa: PLR0913  # the contract's arguments
+        dense: torch.Tensor,
+        kind: Format,
+        *,
+        name: str | None,
+        rounding: Rounding,
+        seed: int,
+        registry: Registry,
+        **choices: Any,
+    ) -> PackedWeight:
+        """Return a dense weight in four bits: on CUDA by a proven native quantiser, else by the reference.
 
-    Raises:
-        InputError, FormatError: As ``codec.quantize``; or the seed is not legal.
-        ConfigError: The rounding is unknown.
-        BackendUnavailableError: Nobody rounds by chance here; the rejections say why not.
-        BackendError: The native quantiser failed.
-    """
-    plugins = registry or default_registry()
-    kind = format if isinstance(format, Format) else find_format(format, plugins.formats().values())
-    chosen = to_option(Rounding, rounding, "quantize", "rounding")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS:
-        raise InputError("quantize", name="seed", rule="in 0 … 2^31 - 1", value=seed)
-    choices: dict[str, Any] = {
-        "block_size": block_size, "scale_kind": scale_kind, "packing": packing, "symmetric": symmetric,
-    }  # fmt: skip
-    codec.check_dense(dense, name)
-    found: Selection | None = None
-    why = "CPU tensors are quantised by the reference codec"
-    if chosen is not Rounding.NEAREST or dense.device.type != "cpu":
-        try:
-            request = quantize_request(dense, kind, rounding=chosen, **choices)
-        except Q4Error:
-            codec.quantize(dense, kind, name=name, **choices)  # whose own words fit the caller's tensor
-            raise
-        try:
-            found = find_quantizer(plugins, request)
-        except BackendUnavailableError as error:
-            if chosen is not Rounding.NEAREST:
-                raise BackendUnavailableError(
-                    f"quantize {kind.name} {request.out_features}×{request.in_features} on {request.device}",
-                    name="rounding",
-                    rule="'nearest', or one that a backend's quantiser declares and may serve here",
-                    value=chosen.value,
-                    rejections=error.rejections,
-                    hint="Round to nearest, as the reference does everywhere, or quantise where such a backend serves.",
-                ) from None
-            why = "; ".join(map(str, error.rejections))
-    emit(
-        "q4.quantize",
-        level=logging.INFO,
-        layer=name,
-        format=kind.name,
-        device=str(dense.device),
-        rounding=chosen.value,
-        backend="reference" if found is None else found.backend,
-        path=None if found is None else found.path.name,
-        fallback_reason=None if found is not None else why,
-    )
-    if found is None:
-        return codec.quantize(dense, kind, name=name, **choices)
-    # In a capture nothing can be said of values: they are the caller's to know. Elsewhere one look, and one wait for
-    # the device, where all is well: the extremes of a tensor with NaN are NaN.
-    if not _is_capturing(dense.device) and not bool(torch.isfinite(torch.stack(dense.detach().aminmax())).all()):
-        codec.check_finite(dense, name)
-    backend = plugins.backends()[found.backend]
-    call = functools.partial(call_quantizer, backend, dense.detach(), found.request, seed)
-    packed = given_weight(backend, "quantize", tuple(dense.shape), call)
-    return packed if name is None else packed.relabelled(name=name)
+        ``choices`` are block_size, scale_kind, packing and symmetric.
+        """
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEEDS:
+            raise InputError("quantize", name="seed", rule="in 0 … 2^31 - 1", value=seed)
+        checks.check_dense(dense, name)
+        found: Selection | None = None
+        why = "CPU tensors are quantised by the reference codec"
+        if rounding is not Rounding.NEAREST or dense.device.type != "cpu":
+            try:
+                request = quantize_request(dense, kind, rounding=rounding, **choices)
+            except Q4Error:
+                quantize_reference(dense, kind, name=name, **choices)  # whose own words fit the caller's tensor
+                raise
+            try:
+                found = find_quantizer(registry, request)
+            except BackendUnavailableError as error:
+                if rounding is not Rounding.NEAREST:
+                    raise BackendUnavailableError(
+                        f"quantize {kind.name} {request.out_features}×{request.in_features} on {request.device}",
+                        name="rounding",
+                        rule="'nearest', or one that a backend's quantiser declares and may serve here",
+                        value=rounding.value,
+                        rejections=error.rejections,
+                        hint="Round to nearest, as the reference does, or quantise where such a backend serves.",
+                    ) from None
+                why = "; ".join(map(str, error.rejections))
+        emit(
+            "q4.quantize",
+            level=logging.INFO,
+            layer=name,
+            format=kind.name,
+            device=str(dense.device),
+            rounding=rounding.value,
+            backend="reference" if found is None else found.backend,
+            path=None if found is None else found.path.name,
+            fallback_reason=None if found is not None else why,
+        )
+        if found is None:
+            return quantize_reference(dense, kind, name=name, **choices)
+        # In a capture nothing can be said of values: they are the caller's to know. Elsewhere one look, and one wait
+        # for the device, where all is well: the extremes of a tensor with NaN are NaN.
+        if not _is_capturing(dense.device) and not bool(torch.isfinite(torch.stack(dense.detach().aminmax())).all()):
+            checks.check_finite(dense, name)
+        backend = registry.backends()[found.backend]
+        call = functools.partial(call_quantizer, backend, dense.detach(), found.request, seed)
+        packed = given_weight(backend, "quantize", tuple(dense.shape), call)
+        return packed if name is None else packed.relabelled(name=name)
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -124,7 +97,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _sample(kind: Format, columns: int, dtype: torch.dtype, choices: tuple[tuple[str, Any], ...]) -> PackedWeight:
-    return codec.quantize(torch.zeros(1, columns, dtype=dtype), kind, **dict(choices))
+    return quantize_reference(torch.zeros(1, columns, dtype=dtype), kind, **dict(choices))
 
 
 def quantize_request(
@@ -134,7 +107,7 @@ def quantize_request(
     rounding: Rounding = Rounding.NEAREST,
     **choices: Any,
 ) -> Request:
-    """Return what a quantiser is asked: the facts of the weight that the reference codec makes of ``dense`` [N, K]."""
+    """Return what a quantiser is asked: the facts of the weight that the reference makes of ``dense`` [N, K]."""
     kind = find_format(format)
     rows, columns = dense.shape
     block = choices.get("block_size") or kind.block_size
@@ -150,18 +123,11 @@ def find_quantizer(registry: Registry, request: Request) -> Selection:
         BackendUnavailableError: There is none; ``rejections`` holds every reason.
         LifecycleError: It would have to be proven inside a CUDA-graph capture.
     """
-    results = probe_results(registry)
-    while True:
-        selection = select_for(request, SessionConfig(), registry)
-        backend, path = registry.backends()[selection.backend], selection.path
-        result = results.result(backend.name, path, request)
-        if result is None:
-            if _is_capturing(request.device):
-                hint = "Quantise a weight of this kind once before the capture."
-                what = f"no quantiser of {request.format.name} is proven yet, and none can be inside a capture"
-                raise LifecycleError(what, hint=hint)
-            result = probe_quantizer(backend, request)
-            results.record(backend.name, path, request, result)
-        if result.fault is None:
-            return attrs.evolve(selection, proven=True)
-        warn_of_fault(backend.name, path, request, result.fault)
+    return select_proven(registry, request, _probe)
+
+
+def _probe(backend: Backend, request: Request) -> str | None:
+    if _is_capturing(request.device):
+        what = f"no quantiser of {request.format.name} is proven yet, and none can be inside a capture"
+        raise LifecycleError(what, hint="Quantise a weight of this kind once before the capture.")
+    return probe_quantizer(backend, request)

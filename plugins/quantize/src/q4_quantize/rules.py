@@ -13,21 +13,19 @@ Reference:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import torch
 
-from q4core.formats import ScaleKind, as_e4m3, as_e8m0, cat_stored, dynamic_map
+from q4core import ScaleKind, resolve_levels
+from q4core.plugin_api import cat_stored
 
 if TYPE_CHECKING:
-    from q4core.formats import Format
+    from q4core import Format
 
 _SMALLEST_ABSMAX = 1e-38
-_NESTED_BLOCK = 256
-_BINS = 65536
 _LARGEST_E2M1 = 6.0
 _LARGEST_E4M3 = 448.0
 _SMALLEST_NORMAL_E4M3 = 2.0**-6
@@ -79,6 +77,10 @@ def quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
     return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 
+def _of_e4m3(scale: torch.Tensor) -> torch.Tensor:
+    return resolve_levels(ScaleKind.E4M3, scale)
+
+
 def _nearest(values: torch.Tensor, form: Format) -> torch.Tensor:
     """Return the code nearest to each value; halfway between two, the code of the lower value."""
     levels, order = form.codebook_tensor(values.device).sort(stable=True)
@@ -108,35 +110,6 @@ def absmax_rule(form: Format, *, short: bool = False) -> Rule:
         return Coded(_nearest(scaled.clamp(-1, 1), form), absmax)
 
     return rule
-
-
-def double_quantise(absmax: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the fields of a PackedWeight whose float32 absmax is itself quantised to 8 bits in blocks of 256.
-
-    Blocks run over it flattened, whatever its shape. The mean, torch's own, is taken off first; over more than 32,768
-    blocks its last bit depends on torch's thread count, here as in bitsandbytes. Codes come from a table of 65,536 bins
-    over [-1, 1]: the one that the value rounds to decides, so a code is the nearest one up to half a bin.
-    """
-    flat = absmax.reshape(-1)
-    mean = flat.mean()
-    centred = flat - mean
-    table = torch.tensor(dynamic_map(), dtype=torch.float32, device=flat.device)
-    count = math.ceil(flat.numel() / _NESTED_BLOCK)
-    padded = torch.nn.functional.pad(centred, (0, count * _NESTED_BLOCK - flat.numel())).view(count, _NESTED_BLOCK)
-    largest = padded.abs().amax(-1)
-    # A block without spread, whose reciprocal is infinite, gets code 0 where 0 * infinity is no number.
-    scaled = (padded * largest.reciprocal()[:, None]).nan_to_num(nan=-1.0).clamp(-1, 1)
-    # One rounding for the multiply and add together, as a fused multiply-add gives it: exact in float64 first.
-    bins = (((scaled + 1) * 0.5).to(torch.float64) * (_BINS - 1) + 0.5).to(torch.float32).to(torch.int64)
-    centres = -1 + 2 * torch.arange(_BINS, dtype=torch.float32, device=flat.device) / (_BINS - 1)
-    code_of_bin = torch.bucketize(centres, (table[:-1] + table[1:]) * 0.5).to(torch.uint8)
-    codes = code_of_bin[bins].reshape(-1)[: flat.numel()]
-    return {
-        "scale": codes.view(absmax.shape),
-        "nested_codebook": table,
-        "nested_scale": largest,
-        "nested_offset": mean,
-    }
 
 
 def _e2m1_codes(values: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
@@ -180,14 +153,14 @@ def nvfp4_rule(kind: ScaleKind, global_scale: torch.Tensor | None) -> Rule:
             return Coded(_e2m1_codes(scaled, torch.signbit(scaled)), scale)
         if kind is ScaleKind.E4M3_DIV and global_scale is not None:
             stored = (global_scale * scale).clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)
-            stored = torch.where(as_e4m3(stored) == 0, _ZERO_BLOCK_SCALE, as_e4m3(stored)).to(torch.float8_e4m3fn)
-            scaled = blocks / (as_e4m3(stored) / global_scale)[..., None]
+            stored = torch.where(_of_e4m3(stored) == 0, _ZERO_BLOCK_SCALE, _of_e4m3(stored)).to(torch.float8_e4m3fn)
+            scaled = blocks / (_of_e4m3(stored) / global_scale)[..., None]
             return Coded(_e2m1_codes(scaled, scaled < 0), stored)
         if global_scale is not None:
             scale = scale / global_scale
         stored = scale.clamp(_SMALLEST_NORMAL_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
         reciprocal = 1.0 if global_scale is None else global_scale.reciprocal()
-        scaled = blocks * (reciprocal / as_e4m3(stored))[..., None]
+        scaled = blocks * (reciprocal / _of_e4m3(stored))[..., None]
         return Coded(_e2m1_codes(scaled, torch.signbit(scaled)), stored)
 
     return rule
@@ -202,7 +175,7 @@ def mxfp4_rule(blocks: torch.Tensor) -> Coded:
     """
     logarithm = torch.log2(quotient(blocks.abs().amax(-1), _LARGEST_E2M1).to(torch.float64)).to(torch.float32)
     exponent = (logarithm.ceil().clamp(-_E8M0_BIAS, _E8M0_BIAS) + _E8M0_BIAS).to(torch.uint8)
-    reciprocal = torch.where(exponent == 0, 1.0, as_e8m0(2 * _E8M0_BIAS - exponent))
+    reciprocal = torch.where(exponent == 0, 1.0, resolve_levels(ScaleKind.E8M0, 2 * _E8M0_BIAS - exponent))
     scaled = blocks * reciprocal[..., None]
     return Coded(_e2m1_codes(scaled, torch.signbit(scaled)), exponent.view(torch.float8_e8m0fnu))
 
@@ -269,3 +242,29 @@ def int4_rule(dtype: torch.dtype, *, symmetric: bool) -> Rule:
         return Coded(codes.to(torch.uint8), stored, zero=zero)
 
     return rule
+
+
+@attrs.frozen
+class Choices:
+    """What a rule depends on beside the values: format, scale kind, dtype of ``dense``, global scale, symmetry."""
+
+    format: Format
+    kind: ScaleKind
+    dtype: torch.dtype
+    global_scale: torch.Tensor | None = None
+    symmetric: bool = False
+
+
+RULES: dict[str, Callable[[Choices], Rule]] = {
+    "absmax": lambda choices: absmax_rule(choices.format),
+    "e2m1": lambda choices: (
+        mxfp4_rule if choices.kind is ScaleKind.E8M0 else nvfp4_rule(choices.kind, choices.global_scale)
+    ),
+    "q4_0": lambda _: q4_0_rule,
+    "q4_1": lambda _: q4_1_rule,
+    "q8_0": lambda _: q8_0_rule,
+    "affine": lambda choices: int4_rule(choices.dtype, symmetric=choices.symmetric),
+}
+"""Name, as ``Format.rule`` has it → the rule for some choices."""
+MEANINGS = {"e2m1": "nvfp4", "q4_0": "q4_0", "q4_1": "q4_1", "q8_0": "q8_0", "affine": "int4"}
+"""Rule → a built-in format whose codes it writes; ``absmax`` takes the nearest of any codebook's values."""
