@@ -23,15 +23,15 @@ This page is made from `benchmarks/results/gpu-*.json` by `python benchmarks/gpu
     python benchmarks/gpu/run.py gemv --budget 300
     python benchmarks/gpu/run.py --dry-run        # what would run, and what each backend says of this machine
 
-Ratios are made within one run: of a layer's time and of what the same process measured of the device itself (copying
-memory, an empty kernel, a dense bfloat16 product). Weights rotate through more copies than the cache holds, every
-answer is checked against float64, and times are those of CUDA graphs, candidates interleaved. What the host adds to a
-call is measured apart.
+Ratios are made within one run: a layer's time over what the same process measured of the device itself. That is
+copying memory, an empty kernel, or a dense bfloat16 product. Weights rotate through more copies than the cache holds.
+Every answer is checked against float64. Times are those of CUDA graphs, candidates interleaved. What the host adds to
+a call is measured separately.
 """
 _NOTHING = """
-**Not yet run on hardware.** A chosen set of the kernels is compiled for each architecture in every test run and its
-instructions are checked, and numbers are checked in Triton's interpreter; nothing here says how fast they are, or that
-they run.
+**Not yet run on hardware.** Every test run compiles a chosen set of the kernels for each architecture, and checks the
+instructions. Numbers are checked in Triton's interpreter. Nothing here says how fast the kernels are, or that they
+run.
 """
 
 
