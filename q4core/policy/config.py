@@ -11,7 +11,6 @@ import contextvars
 import enum
 import functools
 import os
-import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -168,8 +167,7 @@ _DEFAULT = SessionConfig(
     unified_memory=UnifiedMemoryPolicy.DISABLED,
     diagnostics=True,
 )
-_ACTIVE: contextvars.ContextVar[SessionConfig | None] = contextvars.ContextVar("q4core_config", default=None)
-_HANDED_ON = "_q4core_config"
+_ACTIVE: contextvars.ContextVar[SessionConfig] = contextvars.ContextVar("q4core_config", default=_EMPTY)
 _VARIABLES = {
     "Q4_DEVICE": "device",
     "Q4_BACKEND": "backend",
@@ -191,12 +189,6 @@ def _from_environment(values: tuple[str | None, ...]) -> SessionConfig:
     return found
 
 
-def _active_config() -> SessionConfig:
-    """Return the configuration that ``using`` set in this context or handed to this thread, or an empty one."""
-    handed_on: SessionConfig = getattr(threading.current_thread(), _HANDED_ON, _EMPTY)
-    return _ACTIVE.get() or handed_on
-
-
 def resolve_config(
     config: SessionConfig | None = None, *, environment: Mapping[str, str] | None = None
 ) -> SessionConfig:
@@ -215,7 +207,7 @@ def resolve_config(
     if config is not None and not isinstance(config, SessionConfig):
         raise ConfigError("configuration", name="config", rule="a SessionConfig or None", value=config)
     source = os.environ if environment is None else environment
-    return _resolve(config or _EMPTY, _active_config(), tuple(source.get(name) for name in _VARIABLES))
+    return _resolve(config or _EMPTY, _ACTIVE.get(), tuple(source.get(name) for name in _VARIABLES))
 
 
 @functools.lru_cache(maxsize=512)  # asked for every selection; merging costs 20 µs
@@ -223,31 +215,14 @@ def _resolve(config: SessionConfig, active: SessionConfig, values: tuple[str | N
     return config.over(active).over(_from_environment(values)).over(_DEFAULT)
 
 
-@functools.cache
-def _hand_on_to_threads() -> None:
-    """Wrap ``Thread.start`` so that a thread has the configuration of the one that starts it.
-
-    A new thread's context is empty before Python 3.14, and from there on unless ``-X thread_inherit_context`` is on.
-    Only ``start`` knows who starts whom; a stack for the whole process would mix up the blocks of several threads.
-    """
-    start = threading.Thread.start
-
-    @functools.wraps(start)
-    def handing_on(thread: threading.Thread) -> None:
-        setattr(thread, _HANDED_ON, _active_config())
-        start(thread)
-
-    threading.Thread.start = handing_on  # type: ignore[method-assign, assignment]  # on purpose
-
-
 @contextlib.contextmanager
 def using(config: SessionConfig | Any) -> Iterator[SessionConfig]:
     """Make ``config`` the context's configuration inside the ``with`` block, over any outer one.
 
-    The context is a ``contextvars`` one, so that each task or actor has its own. A ``threading.Thread`` (a pool's, too)
-    has the configuration of the thread that started it, as it was then, for its whole life: blocks of several threads
-    never meet. Not reached are a pool's workers that were there before, threads that were started in another way (from
-    C), and other processes: give those the configuration, or ``contextvars.copy_context().run``.
+    The context is a ``contextvars`` one, so that each task has its own. A new thread has an empty one, before Python
+    3.14 and unless ``-X thread_inherit_context`` is on: start it by ``contextvars.copy_context().run``, as
+    ``threading.Thread(target=contextvars.copy_context().run, args=(function,))`` does. ``asyncio.to_thread`` does that
+    by itself; pools and ``run_in_executor`` do not. Actors have the configuration of whoever spawned them.
 
     Args:
         config: A ``SessionConfig``, or a ``Session``, whose configuration is taken.
@@ -258,8 +233,7 @@ def using(config: SessionConfig | Any) -> Iterator[SessionConfig]:
     wanted = getattr(config, "config", config)
     if not isinstance(wanted, SessionConfig):
         raise ConfigError("q4.using", name="config", rule="a SessionConfig or a Session", value=config)
-    _hand_on_to_threads()
-    merged = wanted.over(_active_config())
+    merged = wanted.over(_ACTIVE.get())
     token = _ACTIVE.set(merged)
     try:
         yield merged

@@ -1,8 +1,9 @@
-"""``using`` in threads: a thread has the configuration of the thread that started it, whatever others do meanwhile."""
+"""``using`` in threads: a thread has the configuration of the context that it runs in, whatever others do meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ def _backend() -> str | None:
 
 def _in_thread(function: Callable[[], object]) -> object:
     told: list[object] = []
-    thread = threading.Thread(target=lambda: told.append(function()))
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(lambda: told.append(function()),))
     thread.start()
     thread.join()
     return told[0]
@@ -30,31 +31,22 @@ def _in_thread(function: Callable[[], object]) -> object:
 
 def _in_pool(function: Callable[[], object]) -> object:
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
-
-
-def _in_timer(function: Callable[[], object]) -> object:
-    told: list[object] = []
-    timer = threading.Timer(0, lambda: told.append(function()))
-    timer.start()
-    timer.join()
-    return told[0]
+        return pool.submit(contextvars.copy_context().run, function).result()
 
 
 def _in_loop(function: Callable[[], object]) -> object:
     async def run() -> object:
-        return await asyncio.get_running_loop().run_in_executor(None, function)
+        return await asyncio.to_thread(function)
 
     return asyncio.run(run())
 
 
-STARTERS = {"thread": _in_thread, "pool": _in_pool, "timer": _in_timer, "loop": _in_loop}
-every_starter = pytest.mark.parametrize("start", STARTERS.values(), ids=STARTERS)
+STARTERS = {"thread": _in_thread, "pool": _in_pool, "loop": _in_loop}
 
 
-@every_starter
-def test_using_reaches_threads_started_inside(start: Callable[[Callable[[], object]], object]) -> None:
-    """Threads, pools, timers and executors that are started inside the block have its configuration; later ones not."""
+@pytest.mark.parametrize("start", STARTERS.values(), ids=STARTERS)
+def test_using_reaches_threads_that_run_in_its_context(start: Callable[[Callable[[], object]], object]) -> None:
+    """Threads, pools and tasks that are given a copy of the context have its configuration; later ones do not."""
     with q4.using(q4.SessionConfig(backend="outer")):
         assert start(_backend) == "outer"
         assert start(lambda: _in_thread(_backend)) == "outer"
@@ -96,11 +88,8 @@ def test_blocks_of_several_threads_do_not_meet() -> None:
     assert told == {"a": ("a", "a"), "b": ("b", "b")}
 
 
-def test_a_thread_keeps_what_it_was_started_with() -> None:
-    """A worker that was there before the block does not have it; one that was started inside has it for its life."""
-    with ThreadPoolExecutor(1) as before, ThreadPoolExecutor(1) as inside:
-        before.submit(_backend).result()
-        with q4.using(q4.SessionConfig(backend="outer")):
-            assert before.submit(_backend).result() is None
-            assert inside.submit(_backend).result() == "outer"
-        assert inside.submit(_backend).result() == "outer"
+def test_using_leaves_threads_of_others_as_they_are() -> None:
+    """Nothing of the standard library is replaced: the start of a thread is its own."""
+    start = threading.Thread.start
+    with q4.using(q4.SessionConfig(backend="outer")):
+        assert threading.Thread.start is start
