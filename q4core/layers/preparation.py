@@ -17,7 +17,6 @@ from q4core.diagnostics.events import bound, emit, muted, warn_once
 from q4core.errors import LifecycleError, Q4FallbackWarning
 from q4core.formats import as_bytes
 from q4core.machine import is_recorded, outside_inference, without_casts
-from q4core.memory import Placer
 from q4core.ops.registration import LiveLayer
 from q4core.policy import ActivationPrecision, SessionConfig, UnifiedMemoryPolicy
 from q4core.probes.runner import Trial, can_export
@@ -27,17 +26,15 @@ from q4core.selection.probe_results import probe_results
 
 if TYPE_CHECKING:
     from q4core.backend import Reason
-    from q4core.memory import MemoryDecision
+    from q4core.memory import MemoryDecision, MemoryPlacer
     from q4core.plugins.registry import Registry
     from q4core.selection.result import Selection
     from q4core.weight import PackedWeight
 
 
-def placer_for(config: SessionConfig, registry: Registry, device: torch.device) -> Placer:
+def placer_for(config: SessionConfig, registry: Registry, device: torch.device) -> MemoryPlacer:
     """Return what places tensors under the configuration's unified-memory policy; DISABLED asks no plugin."""
-    policy = config.unified_memory or UnifiedMemoryPolicy.DISABLED
-    providers = () if policy is UnifiedMemoryPolicy.DISABLED else registry.memory_providers()
-    return Placer(policy, device=device, providers=providers)
+    return registry.placer(config.unified_memory or UnifiedMemoryPolicy.DISABLED, device=device)
 
 
 def prepare_layer(  # noqa: PLR0913  # one argument per fact
@@ -171,7 +168,7 @@ def tell_selection(selection: Selection, name: str | None, format_: str) -> None
 
 
 def _place(
-    buffers: list[torch.Tensor], placer: Placer, config: SessionConfig, layer: str | None = None
+    buffers: list[torch.Tensor], placer: MemoryPlacer, config: SessionConfig, layer: str | None = None
 ) -> tuple[list[torch.Tensor], tuple[MemoryDecision, ...]]:
     if placer.policy is UnifiedMemoryPolicy.DISABLED:
         return buffers, ()

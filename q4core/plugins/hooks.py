@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from q4core.backend import Backend
     from q4core.checkpoint import CheckpointReader, CheckpointWriter
     from q4core.formats import Format
-    from q4core.memory import MemoryProvider
+    from q4core.memory import MemoryPlacer, MemoryProvider
     from q4core.schema import Dialect
 
 PROJECT = "q4core"
@@ -45,6 +45,10 @@ class HookSpecs:
     @hookspec
     def q4_memory_providers(self) -> list[MemoryProvider]:  # type: ignore[empty-body]  # a specification
         """Return providers of unified memory."""
+
+    @hookspec
+    def q4_placers(self) -> list[type[MemoryPlacer]]:  # type: ignore[empty-body]  # a specification
+        """Return the class that places tensors in the memory of providers, with a ``name``; q4-um-managed brings it."""
 
     @hookspec
     def q4_checkpoint_readers(self) -> list[CheckpointReader]:  # type: ignore[empty-body]  # a specification

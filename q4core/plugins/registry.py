@@ -20,7 +20,7 @@ from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit, observe, warn_once
 from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
 from q4core.formats import BUILTIN_FORMATS, Format
-from q4core.memory.placement import take_providers_from
+from q4core.memory import MemoryPlacer
 from q4core.plugins.discovery import PluginRecord, call_plugin, discover
 from q4core.schema import Dialect
 
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     import pluggy
+    import torch
 
     from q4core.backend import Backend, Request
+    from q4core.memory import MemoryProvider
+    from q4core.policy import UnifiedMemoryPolicy
 
 
 _KINDS: dict[str, type] = {"q4_formats": Format, "q4_dialects": Dialect}
@@ -154,6 +157,35 @@ class Registry:
         """Return the providers of unified memory, in the order of their names."""
         return tuple(self._named("q4_memory_providers")[0].values())
 
+    def placer_type(self) -> type[MemoryPlacer]:
+        """Return the class that places tensors: the first by its name, else the core's, which asks no provider."""
+        return next(iter(self._named("q4_placers")[0].values()), MemoryPlacer)
+
+    def placer(
+        self,
+        policy: UnifiedMemoryPolicy | str,
+        *,
+        device: torch.device | str,
+        providers: Iterable[MemoryProvider] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> MemoryPlacer:
+        """Return what places tensors for a device under a unified-memory policy.
+
+        Args:
+            policy: What is asked for. Where it or ``Q4_DISABLE_UM`` wants no promotion, no plugin is loaded.
+            device: The device that computes.
+            providers: The providers to ask. Defaults to those of the plugins.
+            environment: Defaults to ``os.environ``.
+
+        Raises:
+            ConfigError: ``policy``, ``device``, a provider or ``Q4_DISABLE_UM`` is not legal.
+        """
+        idle = MemoryPlacer(policy, device=device, environment=environment)
+        if idle.is_idle:
+            return idle
+        asked = self.memory_providers() if providers is None else providers
+        return self.placer_type()(policy, device=device, providers=asked, environment=environment)
+
     def checkpoint_readers(self) -> tuple[Any, ...]:
         """Return the readers of checkpoint files, in the order of their names."""
         return tuple(self._named("q4_checkpoint_readers")[0].values())
@@ -218,6 +250,8 @@ def _name_of(item: Any) -> str | None:
 
 def _fault_of(item: Any, hook: str) -> Reason | None:
     """Return why an item that a hook gave may not be used, or None."""
+    if hook == "q4_placers" and not (isinstance(item, type) and issubclass(item, MemoryPlacer)):
+        return _broken(f"an item must be a subclass of MemoryPlacer, got {item!r}")
     if not isinstance(item, kind := _KINDS.get(hook, object)):
         return _broken(f"an item must be a {kind.__name__}, got {item!r}")
     if _name_of(item) is None:
@@ -267,6 +301,3 @@ def reset_registry() -> None:
     global _default  # noqa: PLW0603  # one per process
     with _default_lock:
         _default = None
-
-
-take_providers_from(lambda: default_registry().memory_providers())

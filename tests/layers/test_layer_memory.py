@@ -10,6 +10,7 @@ import torch
 
 import q4_dequant_fallback
 import q4core as q4
+from q4_um_managed import apply_policy, q4_placers
 from tests.support.managed import PREFER, REQUIRE, FakeProvider
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def _session(provider: FakeProvider | None, policy: q4.UnifiedMemoryPolicy, device: str = "cpu") -> q4.Session:
     plugins: Sequence[tuple[str, object]] = [("dequant-fallback", q4_dequant_fallback)]
     if provider is not None:
-        hooks = types.SimpleNamespace(q4_memory_providers=q4.hookimpl(lambda: [provider]))
+        hooks = types.SimpleNamespace(q4_memory_providers=q4.hookimpl(lambda: [provider]), q4_placers=q4_placers)
         plugins = [("fake", hooks), *plugins]
     return q4.Session(q4.SessionConfig(device=device, unified_memory=policy), registry=q4.Registry(plugins))
 
@@ -38,7 +39,7 @@ def test_a_bias_that_stays_is_told(policy: q4.UnifiedMemoryPolicy) -> None:
     (line,) = [line for line in layer.diagnostics().memory if "bias" in line]
     assert line == "left: the bias is its owner's parameter, in ordinary memory"
     assert line in str(layer.diagnostics())
-    placed, _ = q4.memory.apply_policy(
+    placed, _ = apply_policy(
         torch.nn.Parameter(torch.ones(16)), policy, device="cpu", providers=[provider], environment={}
     )
     managed = _session(provider, policy).linear(_weight(), torch.nn.Parameter(placed))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import q4core as q4
+from q4_um_managed import q4_placers
 from q4core.memory import Availability
 from tests.support.fakes import FakeBackend, plugin
 
@@ -76,7 +77,7 @@ class Careful(FakeBackend):
 
 
 def _registry(provider: Provider) -> q4.Registry:
-    module: types.ModuleType = plugin(Careful("careful"), q4_memory_providers=lambda: [provider])
+    module: types.ModuleType = plugin(Careful("careful"), q4_memory_providers=lambda: [provider], q4_placers=q4_placers)
     return q4.Registry([("a", module)])
 
 

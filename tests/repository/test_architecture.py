@@ -49,8 +49,6 @@ OUT_OF_ROOM = frozenset(
         ("tests/diagnostics/test_fault_places.py", "q4core.session"),
         # With which numbers of rows the core probes the schedule's paths.
         ("plugins/triton-kernels/tests/test_triton_schedule.py", "q4core.selection.probe_results"),
-        # What a policy does to a layer's source.
-        ("tests/memory/test_memory_placement.py", "q4core.layers"),
         # How often a native quantiser is proven.
         ("plugins/quantize/tests/test_native_quantizers.py", "q4core.selection.probe_results"),
     }

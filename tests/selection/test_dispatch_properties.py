@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import q4core as q4
+from q4_um_managed import q4_placers
 from q4core.selection.select import select_backend
 from tests.support.events import forget_warnings, heard
 from tests.support.fakes import plugin
@@ -342,7 +343,9 @@ def _make(drawn: Sequence[Cast], wish: Wish, memory: Memory, x: torch.Tensor) ->
     """Make a layer in a session of its own, and run it."""
     forget_warnings()
     provider = Provider(memory.provider)
-    hooks = {} if memory.provider == "none" else {"q4_memory_providers": lambda: [provider]}
+    hooks: dict[str, Any] = {"q4_placers": q4_placers}
+    if memory.provider != "none":
+        hooks["q4_memory_providers"] = lambda: [provider]
     registry = q4.Registry([*(pair for cast in drawn for pair in plugins_of(cast)), ("memory", plugin(**hooks))])
     config = q4.SessionConfig(
         device="cpu",

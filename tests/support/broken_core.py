@@ -21,7 +21,6 @@ from q4_conformance.checks import endurance
 from q4_nn.training import straight_through
 from q4core import memory
 from q4core.layers import preparation
-from q4core.memory import decision
 from q4core.ops import registration
 from q4core.plugins import registry
 from q4core.schema import detection, validation
@@ -167,6 +166,13 @@ def _backward(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], An
     return lambda: mock.patch.object(straight_through._StraightThrough, "backward", backward)
 
 
+def _raising_without_facts(_: Any) -> Any:
+    def raise_error(_: object, what: str, *_args: object, **_facts: object) -> Any:
+        raise q4.UnifiedMemoryError(f"{what}: refused")
+
+    return raise_error
+
+
 def _copying(place: Any) -> Any:
     def placed(x: torch.Tensor, *args: Any, **facts: Any) -> Any:
         same, decision = place(x, *args, **facts)
@@ -238,9 +244,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "names-no-attributes",
-            _replaced(
-                decision.Decision, "refusal", lambda _: lambda self: q4.UnifiedMemoryError(f"{self.what}: refused")
-            ),
+            _replaced(memory.MemoryPlacer, "unplaced", _raising_without_facts),
             "TC-08/require",
             "the error names no device attribute",
         ),
@@ -313,7 +317,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "copies-activations",
-            _replaced(memory, "apply_input_policy", _copying),
+            _replaced(memory.MemoryPlacer, "input", _copying),
             "TC-23/activation",
             "^another tensor came back$",
         ),

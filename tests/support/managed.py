@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import q4core as q4
-from q4core.memory import (
-    Availability,
-    MemoryDecision,
-    apply_input_policy,
-    apply_mutable_policy,
-    apply_policy,
-)
+from q4_um_managed import apply_input_policy, apply_mutable_policy, apply_policy
+from q4core.memory import Availability, MemoryDecision
 
 if TYPE_CHECKING:
     from collections.abc import Callable

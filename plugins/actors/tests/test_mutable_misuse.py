@@ -12,7 +12,7 @@ import torch
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
-from q4core import memory
+from q4_um_managed import apply_policy
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -244,4 +244,4 @@ def test_sides_are_those_of_a_memory() -> None:
 def test_providers_are_providers() -> None:
     """Anything else is refused by the function that is given it."""
     with pytest.raises(q4.ConfigError, match="providers must be memory providers, got 'object'"):
-        memory.apply_policy(torch.ones(4), "prefer_unified", device="cpu", providers=[object()])  # type: ignore[list-item]  # that is the test
+        apply_policy(torch.ones(4), "prefer_unified", device="cpu", providers=[object()])  # type: ignore[list-item]  # that is the test

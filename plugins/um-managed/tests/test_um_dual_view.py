@@ -25,6 +25,7 @@ from pretended_driver import (
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
+from q4_um_managed import q4_placers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -266,7 +267,7 @@ def test_the_documented_sides_are_the_same_bytes(monkeypatch: pytest.MonkeyPatch
     (snippet,) = [item for item in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "dual_view(" in item]
     accept_pretended(monkeypatch)
     case = pretend(GB10)
-    plugin = types.SimpleNamespace(q4_memory_providers=q4.hookimpl(lambda: [case.provider]))
+    plugin = types.SimpleNamespace(q4_memory_providers=q4.hookimpl(lambda: [case.provider]), q4_placers=q4_placers)
     monkeypatch.setattr(q4, "default_registry", lambda: q4.Registry([("um", plugin)]))
     names: dict[str, Any] = {}
     exec(snippet, names)  # noqa: S102  # our own

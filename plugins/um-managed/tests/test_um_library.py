@@ -12,11 +12,10 @@ from pretended_driver import CONCURRENT, CUDA, GB10, LEGACY, Runtime, RuntimeFau
 from pretended_driver import TorchSide as PretendedTorch
 
 import q4core as q4
-from q4_um_managed import ManagedProvider, library
+from q4_um_managed import ManagedProvider, apply_policy, library
 from q4_um_managed.driver import Driver, Missing, TorchSide, find_driver
 from q4_um_managed.library import NUMBERS
 from q4_um_managed.prospect import Prospect
-from q4core.memory import apply_policy
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:

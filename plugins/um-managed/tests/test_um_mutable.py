@@ -12,7 +12,7 @@ from pretended_driver import CONCURRENT, CUDA, GB10, GIB, Pretended, RuntimeFaul
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
 from q4_actors.tensors.stream_order import TorchStreams
-from q4core import memory
+from q4_um_managed import apply_input_policy, apply_mutable_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ SIZE = 1024
 
 
 def _by_policy(case: Pretended) -> torch.Tensor:
-    placed, _ = memory.apply_mutable_policy(torch.zeros(SIZE), REQUIRE, device="cpu", providers=[case.provider])
+    placed, _ = apply_mutable_policy(torch.zeros(SIZE), REQUIRE, device="cpu", providers=[case.provider])
     return placed
 
 
@@ -39,7 +39,7 @@ def _found_there(case: Pretended) -> torch.Tensor:
     """Return managed memory that a driver knows, and that is not the provider's own until a policy sees it."""
     address = case.runtime.mallocManaged(SIZE * 4)
     tensor = case.driver.cpu_bytes(case, address, SIZE * 4).view(torch.float32).zero_()
-    placed, decision = memory.apply_mutable_policy(tensor, REQUIRE, device="cpu", providers=[case.provider], copy=False)
+    placed, decision = apply_mutable_policy(tensor, REQUIRE, device="cpu", providers=[case.provider], copy=False)
     assert decision.action == "left"
     return placed
 
@@ -80,7 +80,7 @@ def test_a_required_layers_input_is_never_promoted_again() -> None:
     state = MutableTensor(_by_policy(case), copy=False)
     for _ in range(3):
         with state.read() as view:
-            _, decision = memory.apply_input_policy(view.tensor, REQUIRE, device="cpu", providers=[case.provider])
+            _, decision = apply_input_policy(view.tensor, REQUIRE, device="cpu", providers=[case.provider])
         assert (decision.action, decision.bytes) == ("prefetched", 0)
         with state.write() as tensor:
             tensor.add_(1.0)
@@ -203,7 +203,7 @@ def test_cuda_memory_of_others_is_read_as_before(memory_of: str, monkeypatch: py
         mapped = case.provider.map(torch.zeros(64, dtype=torch.uint8), device=CUDA)
         assert mapped is not None
         first = mapped
-    placed, decision = memory.apply_mutable_policy(first, REQUIRE, device=CUDA, providers=[case.provider], copy=False)
+    placed, decision = apply_mutable_policy(first, REQUIRE, device=CUDA, providers=[case.provider], copy=False)
     assert (decision.action, placed.data_ptr()) == ("left", first.data_ptr())
     state = MutableTensor(placed, copy=False)
     with state.read():
@@ -228,7 +228,7 @@ def test_a_version_waits_for_the_streams_that_read_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(case.provider, "record_stream", note)
     streams = StreamsOf(case)
     monkeypatch.setattr("q4_actors.tensors.dual_view.TorchStreams", streams.make)
-    placed, _ = memory.apply_mutable_policy(torch.zeros(SIZE), REQUIRE, device=CUDA, providers=[case.provider])
+    placed, _ = apply_mutable_policy(torch.zeros(SIZE), REQUIRE, device=CUDA, providers=[case.provider])
     state = MutableTensor(placed, copy=False)
     del placed
     case.torch.current = 8

@@ -15,7 +15,7 @@ import torch
 import q4_dequant_fallback
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
-from q4_um_managed import ManagedProvider
+from q4_um_managed import ManagedProvider, apply_input_policy, apply_mutable_policy, q4_placers
 from q4core import UnifiedMemoryPolicy as Policy
 from tests.support.limits import scaled
 
@@ -119,7 +119,7 @@ def test_another_stream_finds_no_torn_bytes(provider: ManagedProvider) -> None:
 @pytest.mark.parametrize("policy", list(Policy))
 def test_a_layer_under_each_policy(provider: ManagedProvider, policy: Policy) -> None:
     """A layer gives the same numbers wherever it lies; its buffers are managed by the driver's word, or not."""
-    module = types.SimpleNamespace(q4_memory_providers=q4.hookimpl(lambda: [provider]))
+    module = types.SimpleNamespace(q4_memory_providers=q4.hookimpl(lambda: [provider]), q4_placers=q4_placers)
     registry = q4.Registry([("um", module), ("dequant-fallback", q4_dequant_fallback)])
     weight = q4.quantize(torch.randn(64, 512, generator=torch.Generator().manual_seed(1)), "nvfp4")
     x = torch.randn(4, 512, device=CUDA)
@@ -146,7 +146,7 @@ def test_a_layer_under_each_policy(provider: ManagedProvider, policy: Policy) ->
 
 def test_a_checkpoint_is_never_copied_to_plain_memory(provider: ManagedProvider, tmp_path: Path) -> None:
     """A weight comes from its file into shared memory, uncopied or written once, with no plain device memory taken."""
-    module = types.SimpleNamespace(q4_memory_providers=q4.hookimpl(lambda: [provider]))
+    module = types.SimpleNamespace(q4_memory_providers=q4.hookimpl(lambda: [provider]), q4_placers=q4_placers)
     registry = q4.Registry([("um", module), ("dequant-fallback", q4_dequant_fallback)])
     dense = torch.randn(512, 1024, generator=torch.Generator().manual_seed(2))
     q4.save_checkpoint(tmp_path / "model.safetensors", {"proj": q4.quantize(dense, "nvfp4")}, dialect="modelopt-nvfp4")
@@ -168,9 +168,7 @@ def test_a_preferred_activation_is_the_same_storage(provider: ManagedProvider) -
     managed = provider.to_managed(ordinary, device=CUDA, read_mostly=False, prefetch=False)
     before, stats = torch.cuda.memory_stats()["allocation.all.allocated"], provider.stats()
     for x, action in ((ordinary, "left"), (managed, "prefetched")):
-        same, decision = q4.memory.apply_input_policy(
-            x, Policy.PREFER_UNIFIED, device=CUDA, providers=[provider], environment={}
-        )
+        same, decision = apply_input_policy(x, Policy.PREFER_UNIFIED, device=CUDA, providers=[provider], environment={})
         assert same is x
         assert decision.action == action
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -180,7 +178,7 @@ def test_a_preferred_activation_is_the_same_storage(provider: ManagedProvider) -
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_the_mutable_policy_follows_the_variable(provider: ManagedProvider, value: str) -> None:
     """With Q4_DISABLE_UM=0 the mutable policy promotes to managed memory, with 1 it does not (TC-22)."""
-    placed, decision = q4.memory.apply_mutable_policy(
+    placed, decision = apply_mutable_policy(
         torch.arange(6.0, device=CUDA),
         Policy.PREFER_UNIFIED,
         device=CUDA,

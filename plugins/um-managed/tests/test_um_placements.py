@@ -12,7 +12,8 @@ from pretended_driver import CONCURRENT, CUDA, GB10, pretend
 
 import q4core as q4
 from q4_actors import MutableMode, SharedMutableTensor
-from q4core.memory import Placement, apply_source_policy
+from q4_um_managed import apply_source_policy
+from q4core.memory import Placement
 
 if TYPE_CHECKING:
     from pathlib import Path

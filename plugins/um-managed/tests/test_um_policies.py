@@ -15,6 +15,7 @@ from pretended_driver import CONCURRENT, Pretended, RuntimeFaultError, pretend
 import q4_dequant_fallback
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
+from q4_um_managed import apply_mutable_policy, q4_placers
 from q4_um_managed.blocks import rounded
 from q4core import UnifiedMemoryPolicy as Policy
 
@@ -68,7 +69,9 @@ def _plugin(**hooks: Any) -> types.SimpleNamespace:
 
 
 def _registry(case: Pretended, backend: Writing | None = None) -> q4.Registry:
-    plugins: list[tuple[str, object]] = [("um", _plugin(q4_memory_providers=lambda: [case.provider]))]
+    plugins: list[tuple[str, object]] = [
+        ("um", _plugin(q4_memory_providers=lambda: [case.provider], q4_placers=q4_placers))
+    ]
     if backend is not None:
         plugins.append(("backend", _plugin(q4_backends=lambda: [backend])))
     return q4.Registry([*plugins, ("dequant-fallback", q4_dequant_fallback)])
@@ -257,9 +260,7 @@ def test_a_mutable_tensor_lies_in_managed_memory() -> None:
     """The mutable policy promotes an own copy, which a MutableTensor updates in place at one address."""
     case = pretend()
     source = torch.arange(6.0)
-    placed, decision = q4.memory.apply_mutable_policy(
-        source, Policy.REQUIRE_UNIFIED, device="cpu", providers=[case.provider]
-    )
+    placed, decision = apply_mutable_policy(source, Policy.REQUIRE_UNIFIED, device="cpu", providers=[case.provider])
     assert (decision.action, decision.bytes) == ("promoted", 24)
     assert str(decision.placement) == "managed memory (concurrentManagedAccess=1)"
     assert case.provider.is_managed(placed)

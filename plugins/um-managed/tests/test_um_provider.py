@@ -16,11 +16,11 @@ import torch
 from pretended_driver import CONCURRENT, CUDA, LEGACY, Runtime, RuntimeFaultError, missing, pretend
 
 import q4core as q4
-from q4_um_managed import ManagedProvider, q4_memory_providers
+from q4_um_managed import ManagedProvider, apply_policy, q4_memory_providers, q4_placers
 from q4_um_managed.driver import ATTRIBUTES, UNASKED, Driver, find_driver
 from q4_um_managed.library import NUMBERS
 from q4_um_managed.prospect import Prospect
-from q4core.memory import MemoryProvider, Placement, apply_policy
+from q4core.memory import MemoryProvider, Placement
 from tests.support.limits import scaled
 
 CPU = torch.device("cpu")
@@ -167,6 +167,8 @@ def test_a_requirement_fails_fast_with_every_attribute(attributes: dict[str, int
         @q4.hookimpl
         def q4_memory_providers(self) -> list[ManagedProvider]:
             return [provider]
+
+        q4_placers = staticmethod(q4_placers)
 
     registry = q4.Registry([("um-managed", _Plugin())])
     session = q4.Session(q4.SessionConfig(device="cpu", unified_memory="require_unified"), registry=registry)

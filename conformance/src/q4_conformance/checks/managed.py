@@ -59,7 +59,7 @@ def _check_prefer_unified(_case: Case, _subject: object) -> str:
     expect(told and all(line.startswith("fallback") for line in told), f"memory is recorded as {told}")
     expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
     tensor = torch.arange(6.0)
-    placed, decision = memory.apply_policy(tensor, _PREFER, device="cpu", providers=())
+    placed, decision = make_registry().placer(_PREFER, device="cpu").weight(tensor)
     expect(placed is tensor and decision.action == "fallback" and decision.reason, f"{decision}")
     return str(told[0])
 
@@ -72,13 +72,13 @@ def _check_require_unified(_case: Case, _subject: object) -> str:
 def _expect_refused(registry: Registry, device: torch.device, providers: Sequence[Any]) -> str:
     """Expect that REQUIRE_UNIFIED fails for whatever asks for it, by the attributes and reasons of the providers."""
     source = torch.zeros(4, device=device)
-    facts: dict[str, Any] = {"device": device, "providers": providers}
+    placer = registry.placer(_REQUIRE, device=device)
     answers = [provider.is_available(device) for provider in providers]
     for name, call in (
         ("a layer", lambda: _layer(_REQUIRE, registry, device)),
-        ("a weight", lambda: memory.apply_policy(source, _REQUIRE, **facts)),
-        ("a mutable tensor", lambda: memory.apply_mutable_policy(source, _REQUIRE, **facts)),
-        ("an activation", lambda: memory.apply_input_policy(source, _REQUIRE, **facts)),
+        ("a weight", lambda: placer.weight(source)),
+        ("a mutable tensor", lambda: placer.mutable(source)),
+        ("an activation", lambda: placer.input(source)),
     ):
         error = raised(UnifiedMemoryError, call, f"{name} was served without managed memory")
         expect(error.attributes, f"{name}: the error names no device attribute")
@@ -92,7 +92,7 @@ def _expect_refused(registry: Registry, device: torch.device, providers: Sequenc
 
 @check("prefer_activation")
 def _check_prefer_activation(_case: Case, _subject: object) -> str:
-    _expect_untouched(torch.ones(64, 1 << 15), _CPU, ())
+    _expect_untouched(torch.ones(64, 1 << 15), make_registry().placer(_PREFER, device=_CPU))
     x, counts = _x(), {}
     for policy in (UnifiedMemoryPolicy.DISABLED, _PREFER):
         layer = _layer(policy, make_registry())
@@ -104,13 +104,13 @@ def _check_prefer_activation(_case: Case, _subject: object) -> str:
     return "no allocation, no copy"
 
 
-def _expect_untouched(x: torch.Tensor, device: torch.device, providers: Sequence[Any]) -> memory.MemoryDecision:
+def _expect_untouched(x: torch.Tensor, placer: memory.MemoryPlacer) -> memory.MemoryDecision:
     """Expect that PREFER_UNIFIED gives an activation of ones back as it is, and return what was decided."""
     address = x.data_ptr()
-    same, decision = memory.apply_input_policy(x, _PREFER, device=device, providers=providers)
+    same, decision = placer.input(x)
     expect(same is x, "another tensor came back")
     expect(decision.bytes == 0, f"{decision.bytes} bytes were promoted")
-    used = watch(lambda: memory.apply_input_policy(x, _PREFER, device=device, providers=providers), device)
+    used = watch(lambda: placer.input(x), placer.device)
     expect(used.elements == 0, f"{used.elements} elements were made")
     expect((used.peak_bytes or 0) < x.nbytes // 4, f"memory peaked by {used.peak_bytes} bytes")
     expect(x.data_ptr() == address and float(x.sum()) == x.numel(), "the activation moved or changed")
@@ -237,11 +237,11 @@ def _check_managed_empty(_case: Case, subject: MemorySubject) -> str:
 def _check_mutable_variable(_case: Case, subject: MemorySubject) -> str:
     subject.require_available()
     source = torch.arange(12.0, device=subject.device).reshape(3, 4)
-    facts: dict[str, Any] = {"device": subject.device, "providers": (subject.provider,)}
+    placer = functools.partial(subject.registry().placer, device=subject.device)
     for value in ("0", ""):
         environment = {memory.DISABLE_VARIABLE: value}
         for policy in (_PREFER, _REQUIRE):
-            placed, decision = memory.apply_mutable_policy(source, policy, environment=environment, **facts)
+            placed, decision = placer(policy, environment=environment).mutable(source)
             expect(decision.action == "promoted", f"{value!r}, {policy.value}: {decision.action}: {decision.reason}")
             expect(decision.bytes == source.nbytes, f"{value!r}: {decision.bytes} bytes are recorded")
             expect(subject.provider.is_managed(placed), f"{value!r}: not in managed memory")
@@ -249,10 +249,10 @@ def _check_mutable_variable(_case: Case, subject: MemorySubject) -> str:
             placed.add_(1)
             expect(float(source.sum()) == 66.0, "the caller's tensor was written")  # noqa: PLR2004  # 0 + … + 11
     off = {memory.DISABLE_VARIABLE: "1"}
-    placed, decision = memory.apply_mutable_policy(source, _PREFER, environment=off, **facts)
+    placed, decision = placer(_PREFER, environment=off).mutable(source)
     expect(not subject.provider.is_managed(placed), "promoted although the variable is 1")
     expect(memory.DISABLE_VARIABLE in decision.reason, f"the reason does not name the variable: {decision.reason}")
-    required = functools.partial(memory.apply_mutable_policy, source, _REQUIRE, environment=off, **facts)
+    required = functools.partial(placer(_REQUIRE, environment=off).mutable, source)
     error = raised(UnifiedMemoryError, required, "REQUIRE_UNIFIED was met although the variable is 1")
     expect(memory.DISABLE_VARIABLE in str(error), f"the error does not name the variable: {error}")
     return "promoted with 0 and unset, not with 1"
@@ -263,10 +263,11 @@ def _check_managed_activation(_case: Case, subject: MemorySubject) -> str:
     subject.require_available()
     counted = CountedProvider(subject.provider, calls=[])
     ordinary = torch.ones(64, 1 << 14, device=subject.device)
+    placer = subject.registry(counted).placer(_PREFER, device=subject.device)
     for x, action, calls in ((ordinary, "left", []), (subject.managed(ordinary), "prefetched", ["prefetch"])):
-        decision = _expect_untouched(x, subject.device, (counted,))
+        decision = _expect_untouched(x, placer)
         expect(decision.action == action, f"{decision.action}, not {action}: {decision.reason}")
         counted.calls.clear()
-        memory.apply_input_policy(x, _PREFER, device=subject.device, providers=(counted,))
+        placer.input(x)
         expect(counted.calls == calls, f"{action}: the provider was called for {counted.calls}")
     return "ordinary left, managed prefetched; nothing allocated"

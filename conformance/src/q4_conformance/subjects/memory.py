@@ -91,7 +91,15 @@ class MemorySubject:
         return self.provider.to_managed(tensor, device=self.device, read_mostly=False, prefetch=False)
 
     def registry(self, provider: Any = None) -> Registry:
-        """Return a registry of the reference backend and the provider, or one that stands for it."""
+        """Return a registry of the reference backend, the provider or one that stands for it, and the installed placer.
+
+        Raises:
+            NotTestableError: No placer is installed.
+        """
+        placers = [*default_registry().items("q4_placers").values()]
+        if not placers:
+            raise NotTestableError(contract.MemoryPlacer.absence)
         plugin = plugin_of(reference_backend())
+        plugin.q4_placers = hookimpl(lambda: placers)
         plugin.q4_memory_providers = hookimpl(lambda: [self.provider if provider is None else provider])
         return Registry([(f"plugin of {self.name}", plugin)])

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from q4_um_managed.copies import copy_beside
 from q4_um_managed.dual import DualView
+from q4_um_managed.functions import apply_input_policy, apply_mutable_policy, apply_policy, apply_source_policy
+from q4_um_managed.placer import Placer
 from q4_um_managed.provider import ManagedProvider
 from q4core import hookimpl
 
-__all__ = ["DualView", "ManagedProvider", "q4_memory_providers"]
+__all__ = [
+    "DualView",
+    "ManagedProvider",
+    "Placer",
+    "apply_input_policy",
+    "apply_mutable_policy",
+    "apply_policy",
+    "apply_source_policy",
+    "copy_beside",
+    "q4_memory_providers",
+    "q4_placers",
+]
 
 
 @hookimpl
 def q4_memory_providers() -> list[ManagedProvider]:
     """Return the one provider of this plugin; nothing is loaded until it is asked."""
     return [ManagedProvider()]
+
+
+@hookimpl
+def q4_placers() -> list[type[Placer]]:
+    """Return the class that places tensors in this provider's memory, and in that of other plugins' providers."""
+    return [Placer]

@@ -10,7 +10,6 @@ import torch
 import q4core as q4
 from q4_actors.tensors.arguments import MutableMode, label_of, to_mode
 from q4_actors.tensors.tensor import MutableTensor
-from q4core import memory
 from q4core.plugin_api import emit, resolve_device
 
 if TYPE_CHECKING:
@@ -58,7 +57,8 @@ def mutable(  # noqa: PLR0913  # the options of one call
     target = resolve_device(config, tensor.device)
     asked = None if providers is None else list(providers)
     policy = config.unified_memory or q4.UnifiedMemoryPolicy.DISABLED
-    placed, decision = memory.apply_mutable_policy(tensor, policy, device=target, providers=asked, name=name)
+    placer = q4.default_registry().placer(policy, device=target, providers=asked)
+    placed, decision = placer.mutable(tensor, name=name)
     is_promoted = decision.action == "promoted"
     if not is_promoted and placed.device != target:
         placed = placed.to(target)

@@ -14,8 +14,8 @@ from q4_actors.tensors.backoff import Backoff
 from q4_actors.tensors.blocks import ReadView
 from q4_actors.tensors.rwlock import HERE, LOOK_INTERVAL_S, RWLock
 from q4_actors.tensors.snapshot import Snapshot
-from q4core import InputError, LifecycleError, PoisonedError, WriteConflictError
-from q4core.memory import copy_beside, detached_copy, provider_of
+from q4core import InputError, LifecycleError, PoisonedError, WriteConflictError, default_registry
+from q4core.memory import detached_copy, provider_of
 from q4core.plugin_api import describe_exception
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ def cause_of(problem: BaseException | None) -> str | None:
 
 def copied(tensor: torch.Tensor, home: MemoryProvider | None, label: str) -> torch.Tensor:
     """Return a copy in memory of the provider in whose memory a content lies, or in torch's own."""
-    return detached_copy(tensor) if home is None else copy_beside(home, tensor, f"copy for {label}")
+    if home is None:
+        return detached_copy(tensor)
+    return default_registry().placer_type().copy_beside(home, tensor, f"copy for {label}")
 
 
 def mark_of(tensor: torch.Tensor) -> tuple[int, int]:

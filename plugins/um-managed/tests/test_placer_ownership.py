@@ -11,8 +11,8 @@ import torch
 
 import q4core as q4
 from q4_actors import MutableTensor
+from q4_um_managed import Placer, apply_input_policy, apply_mutable_policy, apply_policy
 from q4core import memory
-from q4core.memory import apply_input_policy, apply_mutable_policy, apply_policy
 from tests.support.managed import PREFER, REQUIRE, FakeProvider
 
 CUDA = torch.device("cuda", 0)
@@ -73,7 +73,7 @@ def test_whatever_a_policy_touches_is_noted() -> None:
     """What is promoted, allocated for a backend, or found in managed memory already, has its provider noted."""
     provider = FakeProvider()
     facts: dict[str, Any] = {"device": "cpu", "providers": [provider], "environment": {}}
-    empty = memory.Placer(PREFER, device="cpu", providers=[provider]).empty()
+    empty = Placer(PREFER, device="cpu", providers=[provider]).empty()
     assert empty is not None
     for tensor in (
         apply_mutable_policy(torch.ones(3), PREFER, **facts)[0],
@@ -90,7 +90,7 @@ def test_plain_contents_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr("q4_actors.tensors.protocol.copy_beside", fail)
+    monkeypatch.setattr("q4_um_managed.Placer.copy_beside", fail)
     monkeypatch.setattr("q4core.plugins.registry.default_registry", fail)
     with MutableTensor(torch.zeros(3)) as state:
         with state.write() as tensor:
@@ -134,7 +134,8 @@ def test_a_promoted_mutable_tensor_is_copied_once(monkeypatch: pytest.MonkeyPatc
         clones.append(tensor.nbytes)
         return clone(tensor)
 
-    monkeypatch.setattr("q4core.memory.placement.detached_copy", note)
+    for module in ("q4core.memory.placer", "q4_um_managed.placer"):
+        monkeypatch.setattr(f"{module}.detached_copy", note)
     source = torch.arange(3.0)
     facts: dict[str, Any] = {"device": "cpu", "environment": {}}
     placed, _ = apply_mutable_policy(source, REQUIRE, providers=[FakeProvider()], **facts)

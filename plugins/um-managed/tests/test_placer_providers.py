@@ -8,11 +8,8 @@ import pytest
 import torch
 
 import q4core as q4
+from q4_um_managed import apply_input_policy, apply_policy, q4_placers
 from q4core import memory
-from q4core.memory import (
-    apply_input_policy,
-    apply_policy,
-)
 from tests.support.fakes import plugin
 
 if TYPE_CHECKING:
@@ -103,7 +100,7 @@ def test_prefetch_that_fails_is_no_error() -> None:
 def test_installed_providers_are_asked_unless_told(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without ``providers`` those of the installed plugins serve; an empty list means nobody."""
     fake = FakeProvider()
-    mine = q4.Registry([("a", plugin(q4_memory_providers=lambda: [fake]))])
+    mine = q4.Registry([("a", plugin(q4_memory_providers=lambda: [fake], q4_placers=q4_placers))])
     monkeypatch.setattr("q4core.plugins.registry._default", mine)
     placed, decision = APPLY[what](torch.ones(3), REQUIRE, device="cpu", environment={})
     assert (decision.action, decision.provider) == ("promoted", "fake")

@@ -9,14 +9,9 @@ import torch
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
+from q4_um_managed import apply_input_policy, apply_mutable_policy, apply_policy, apply_source_policy, q4_placers
 from q4core import memory
-from q4core.layers import preparation
-from q4core.memory import (
-    apply_input_policy,
-    apply_mutable_policy,
-    apply_policy,
-    release_input,
-)
+from q4core.memory import release_input
 from tests.support.managed import DISABLED, PREFER, REQUIRE, Broken, FakeProvider
 
 # -- activations
@@ -51,11 +46,11 @@ def test_promoted_activation_is_given_back_once() -> None:
     """release_input frees what was promoted, by the provider that holds it, and nothing else."""
     providers = [FakeProvider("a", is_available=False), FakeProvider("b")]
     placed, decision = apply_input_policy(torch.ones(3), REQUIRE, device="cpu", providers=providers, environment={})
-    release_input(placed, decision, providers=providers)
+    release_input(placed, decision)
     assert (providers[0].freed, providers[1].freed) == ([], [placed.data_ptr()])
     for x in (torch.ones(3), providers[1].own(torch.ones(3))):
         placed, decision = apply_input_policy(x, PREFER, device="cpu", providers=providers, environment={})
-        release_input(placed, decision, providers=providers)
+        release_input(placed, decision)
     assert len(providers[1].freed) == 1
 
 
@@ -112,9 +107,12 @@ def test_refusal_comes_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: torch.Tensor) -> torch.Tensor:
         raise AssertionError("copied")
 
-    monkeypatch.setattr(memory, "detached_copy", fail)
+    for module in ("q4core.memory.placer", "q4_um_managed.placer"):
+        monkeypatch.setattr(f"{module}.detached_copy", fail)
     with pytest.raises(q4.UnifiedMemoryError):
         apply_mutable_policy(torch.ones(3), REQUIRE, device="cpu", environment={})
+    with pytest.raises(q4.UnifiedMemoryError):
+        apply_mutable_policy(torch.ones(3), REQUIRE, device="cpu", providers=[Broken("to_managed")], environment={})
 
 
 def test_clone_is_an_ordinary_tensor_in_inference_mode() -> None:
@@ -159,7 +157,7 @@ class _Reading(FakeProvider):
 def test_a_source_that_the_device_reads_in_place_is_not_copied() -> None:
     """A provider that maps gives the same bytes on the device; the decision says where, and by which attribute."""
     provider, source = _Reading(), torch.ones(8)
-    placed, decision = memory.apply_source_policy(source, REQUIRE, device="cuda", providers=[provider], environment={})
+    placed, decision = apply_source_policy(source, REQUIRE, device="cuda", providers=[provider], environment={})
     assert placed.data_ptr() == source.data_ptr()
     assert (decision.action, decision.bytes) == ("mapped", 0)
     assert decision.placement == memory.Placement("pageable", "integrated=1")
@@ -186,7 +184,7 @@ def test_a_source_that_the_device_reads_in_place_is_not_copied() -> None:
 )
 def test_a_source_that_is_not_mapped_is_written_once(provider: FakeProvider) -> None:
     """Where the device can't read it in place, or the provider gives something else, it is promoted, by one copy."""
-    placed, decision = memory.apply_source_policy(
+    placed, decision = apply_source_policy(
         torch.arange(8.0), PREFER, device="cuda", providers=[provider], environment={}
     )
     assert (decision.action, decision.bytes) == ("promoted", 32)
@@ -200,12 +198,10 @@ def test_a_source_arrives_whatever_stands_against_it(policy: q4.UnifiedMemoryPol
     """Without a provider, or with one that fails, the source is moved plainly: what is prepared of it is judged."""
     source = torch.arange(8.0)
     for providers in ([], [Broken("to_managed")], [FakeProvider(is_available=False)]):
-        placed, decision = memory.apply_source_policy(
-            source, policy, device="meta", providers=providers, environment={}
-        )
+        placed, decision = apply_source_policy(source, policy, device="meta", providers=providers, environment={})
         assert placed.device.type == "meta"
         assert decision.action == ("left" if policy is DISABLED else "fallback")
-        same, decision = memory.apply_source_policy(source, policy, device="cpu", providers=providers, environment={})
+        same, decision = apply_source_policy(source, policy, device="cpu", providers=providers, environment={})
         assert (same is source, decision.action) == (True, "left")
 
 
@@ -219,10 +215,12 @@ def test_a_layers_source_is_brought_by_the_policy() -> None:
         def q4_memory_providers(self) -> list[FakeProvider]:
             return [provider]
 
+        q4_placers = staticmethod(q4_placers)
+
     registry = q4.Registry([("reading", _Plugin())])
 
     def moved_to(device: str, policy: q4.UnifiedMemoryPolicy) -> q4.PackedWeight:
-        placer = preparation.placer_for(q4.SessionConfig(unified_memory=policy), registry, torch.device(device))
+        placer = registry.placer(policy, device=device)
         return weight.map_tensors(lambda tensor: placer.source(tensor)[0])
 
     moved = moved_to("cuda", PREFER)

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.memory import (
-    apply_policy,
-)
+from q4_um_managed import apply_policy
 from tests.support.managed import APPLY, DISABLED, PREFER, PROVIDERS, REQUIRE, FakeProvider, weight_tensor
 
 # (policy, providers, Q4_DISABLE_UM) -> action for (weights and mutable tensors, activations); "refused" is an error.

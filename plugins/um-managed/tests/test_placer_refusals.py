@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import pickle
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
 import q4core as q4
-from q4core import memory
-from q4core.memory import (
-    Availability,
-    MemoryDecision,
-    MemoryProvider,
-    apply_input_policy,
-    apply_policy,
-    apply_source_policy,
-)
+from q4_um_managed import apply_input_policy, apply_policy, apply_source_policy
 from tests.support.managed import APPLY, ATTRIBUTES, PREFER, REQUIRE, FakeProvider, weight_tensor
 
 
@@ -119,36 +106,3 @@ def test_a_source_for_a_device_that_is_not_there_is_refused() -> None:
     """By an error of ours that carries torch's own words, not by what torch raises."""
     with pytest.raises(q4.ConfigError, match="device must be a device that torch has here, got 'xpu'"):
         apply_source_policy(weight_tensor(), PREFER, device="xpu")  # which torch's builds for CPU and CUDA leave out
-
-
-def test_answers_are_plain_values() -> None:
-    """Answers and decisions compare, hash, print and travel between processes; an answer is as true as it says."""
-    yes, no = Availability(True, "can", ATTRIBUTES), Availability(False, "can't")
-    assert yes
-    assert not no
-    decision = MemoryDecision(PREFER, "left", "because", None, ATTRIBUTES, 0)
-    for value in (yes, no, decision):
-        assert pickle.loads(pickle.dumps(value)) == value  # noqa: S301  # our own bytes
-        assert hash(value) == hash(attrs.evolve(value))
-    error = q4.UnifiedMemoryError("x", attributes=ATTRIBUTES, decision=decision)
-    assert pickle.loads(pickle.dumps(error)).details["decision"] == decision  # noqa: S301  # as above
-
-
-def test_fakes_are_providers() -> None:
-    """The protocol can be checked at run time; what lacks a method is none."""
-    assert isinstance(FakeProvider(), MemoryProvider)
-    assert not isinstance(SimpleNamespace(name="x", is_available=None), MemoryProvider)
-
-
-def test_module_knows_no_registry_and_logs_nothing() -> None:
-    """Decisions depend on arguments and the environment alone, and are reported by the caller."""
-    imported: set[str] = set()
-    for file in Path(memory.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom):
-                imported.add(node.module or "")
-            elif isinstance(node, ast.Import):
-                imported.update(alias.name for alias in node.names)
-    foreign = {name for name in imported if name not in sys.stdlib_module_names and "q4core.memory" not in name}
-    assert foreign == {"attrs", "collections.abc", "q4core.errors", "q4core.policy", "torch", "typing_extensions"}
-    assert not imported & {"logging", "warnings"}
