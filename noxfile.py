@@ -27,7 +27,13 @@ CODE = ["q4core", "tools", *sorted(map(str, [*Path().glob("plugins/*/src"), *Pat
 TESTS = ["tests", *sorted(map(str, [*Path().glob("plugins/*/tests"), *Path().glob("conformance/**/tests")]))]
 INTERPRETED = {"nf4-cuda", "nvfp4-native"}  # judged by Triton's interpreter, in the few cases that take it minutes
 KERNELS = [f"plugins/{name}" for name in ("nf4-cuda", "nvfp4-native", "triton-kernels")]  # what it tests
-OF_PATHS = ["tests", "plugins/cli", "plugins/cpu-native", "plugins/nn"]  # whose tests look at paths of the CPU kernels
+OF_PATHS = [
+    "tests",
+    "plugins/cli",
+    "plugins/cpu-native",
+    "plugins/lm",
+    "plugins/nn",
+]  # whose tests look at paths of the CPU kernels
 FEW_CASES = ["TC-04", "TC-05", "TC-10", "TC-12", "TC-14", "TC-16", "TC-17"]
 JUDGED = [  # what one process judges comes first: in CI, other sessions run beside it
     *("simple-nf4", "simple-nvfp4", "bitsandbytes", "comfyui-nvfp4", "compressed-tensors-nvfp4", "modelopt-nvfp4"),

@@ -16,7 +16,8 @@ import torch
 
 import q4core as q4
 from benchmarks import record
-from q4_nn import SentenceEncoder, Trainer, convert_linears_, pack_, to_ste_
+from q4_lm import SentenceEncoder
+from q4_nn import Trainer, convert_linears_, pack_, to_ste_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

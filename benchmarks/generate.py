@@ -18,8 +18,8 @@ from benchmarks import record, verdict
 from benchmarks.cpu.ours import isa
 from benchmarks.llama_cpp_model import LlamaModel
 from benchmarks.style import caption, plt, save, tidy
-from q4_nn import Generation, LanguageModel
-from q4_nn.generation.command import find_model
+from q4_lm import Generation, LanguageModel
+from q4_lm.commands.generate import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -29,7 +29,7 @@ from benchmarks import record, verdict
 from benchmarks.child import anonymous_bytes, run_child
 from benchmarks.cpu.ours import isa
 from benchmarks.style import caption, plt, save, tidy
-from q4_nn.generation.command import find_model
+from q4_lm.commands.generate import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

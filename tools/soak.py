@@ -25,7 +25,7 @@ PARTS = {
     "kit": ["conformance"],
     "files": ["plugins/safetensors", "plugins/gguf"],
     "actors": ["plugins/actors"],
-    "networks": ["plugins/nn"],
+    "networks": ["plugins/lm", "plugins/nn"],
     "cpu-native": ["plugins/cpu-native"],
     "gpu-programs": ["plugins/triton-kernels"],
     "emulated": ["plugins/nvfp4-native"],

@@ -22,7 +22,7 @@ from benchmarks.cpu import (
     verdicts,
 )
 from benchmarks.problem import last_level_cache_bytes, rotation_bytes
-from q4_nn.generation.statistics import peak_resident_bytes
+from q4_lm.commands.statistics import peak_resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -68,7 +68,7 @@ class HookSpecs:
 
     @hookspec
     def q4_architectures(self) -> list[Any]:  # type: ignore[empty-body]  # a specification
-        """Return architectures of model files; q4-nn says what they are."""
+        """Return architectures of model files; q4-lm says what they are."""
 
     @hookspec
     def q4_commands(self, app: Any) -> None:

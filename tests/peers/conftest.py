@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 # What is compared here is how files are read and what their numbers are: by the reference, whatever else is installed.
-os.environ["Q4_PLUGINS"] = "dialects,gguf,nn,safetensors"
+os.environ["Q4_PLUGINS"] = "dialects,gguf,lm,nn,safetensors"
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 import q4core as q4
-from q4_nn import TransformerConfig, load_model
-from q4_nn.models.hf_defaults import DEFAULTS
+from q4_lm import TransformerConfig, load_model
+from q4_lm.models.hf_defaults import DEFAULTS
 
 if TYPE_CHECKING:
     from pathlib import Path

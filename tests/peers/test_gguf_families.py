@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 
 import q4_transformers
 import q4core as q4
-from q4_nn import load_model
+from q4_lm import load_model
 
 if TYPE_CHECKING:
     from pathlib import Path

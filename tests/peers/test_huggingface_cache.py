@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import q4_transformers
 import q4core as q4
-from q4_nn.prepared.container import Container, write_container
-from q4_nn.prepared.opening import CacheWarning
+from q4_lm.prepared.container import Container, write_container
+from q4_lm.prepared.opening import CacheWarning
 from q4_transformers import HfLinear, Q4Config
 from q4_transformers.quantizer import Q4Quantizer
 
@@ -122,7 +122,7 @@ def test_kernels_take_their_layout_from_the_cache(
     dense: Callable[..., Path], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The layout of cpu-native, which is not the checkpoint's, is mapped too, and computes the same bits."""
-    monkeypatch.setenv("Q4_PLUGINS", "cpu-native,dialects,nn,safetensors")
+    monkeypatch.setenv("Q4_PLUGINS", "cpu-native,dialects,lm,nn,safetensors")
     q4.reset_registry()
     try:
         folder = dense()

@@ -10,7 +10,8 @@ import torch
 
 import q4core as q4
 from benchmarks import embeddings
-from q4_nn import SentenceEncoder, convert_linears_
+from q4_lm import SentenceEncoder
+from q4_nn import convert_linears_
 from q4_transformers import HfLinear, Q4Config
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from sentence_transformers.sentence_transformer import modules
 
 import q4core as q4
-from q4_nn import SentenceEncoder
+from q4_lm import SentenceEncoder
 from tests.peers.test_transformers_folders import EXACT, SENTENCES, write_sentence_encoder
 
 if TYPE_CHECKING:

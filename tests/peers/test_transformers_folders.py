@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import q4core as q4
-from q4_nn import Generation, LanguageModel, SentenceEncoder, TransformerEncoder, load_model, save_model
+from q4_lm import Generation, LanguageModel, SentenceEncoder, TransformerEncoder, load_model, save_model
 from tests.support.events import forget_warnings
 
 if TYPE_CHECKING:

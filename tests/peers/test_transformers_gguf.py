@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_nn import Generation, LanguageModel
+from q4_lm import Generation, LanguageModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from q4_nn import TransformerConfig, TransformerDecoder, TransformerEncoder
-from q4_nn.models.hf_names import from_hf_name, fused_parts, to_hf_name
+from q4_lm import TransformerConfig, TransformerDecoder, TransformerEncoder
+from q4_lm.models.hf_names import from_hf_name, fused_parts, to_hf_name
 
 pytestmark = pytest.mark.peer
 

@@ -39,8 +39,8 @@ REFERENCE = "q4_dequant_fallback"
 """The kit needs it, and finds it by its entry point, as it finds whatever it judges: it imports no plugin."""
 QUANTIZER = "q4_quantize"
 """Packages that call ``q4.quantize`` declare it; the core finds it by its entry point."""
-BUILT_UPON = {"q4_actors", "q4_nn", "q4_triton_kernels"}
-"""Packages that plugins may import: actors and layers to build on, and kernels that several plugins share."""
+BUILT_UPON = {"q4_actors", "q4_lm", "q4_nn", "q4_triton_kernels"}
+"""Packages that plugins may import: actors, layers and models to build on, and kernels that several plugins share."""
 KIT: dict[str, set[str]] = {"q4_conformance": set(), "q4_conformance_faults": {"q4_conformance"}}
 """Each package of the kit → what else it may import: no plugin, and faults the kit that must catch them."""
 IMPORT_SECONDS = 0.3

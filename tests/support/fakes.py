@@ -111,7 +111,7 @@ def registry(*backends: Any, reference: bool = True) -> q4.Registry:
 @pytest.fixture
 def reference_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leave out whatever kernels happen to be installed, so that the process's registry has the reference alone."""
-    monkeypatch.setenv("Q4_PLUGINS", "dialects,gguf,nn,safetensors")
+    monkeypatch.setenv("Q4_PLUGINS", "dialects,gguf,lm,nn,safetensors")
     q4.reset_registry()
     yield
     q4.reset_registry()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import q4core as q4
-from q4_nn import LanguageModel
-from q4_nn.prepared.container import Container, write_container
+from q4_lm import LanguageModel
+from q4_lm.prepared.container import Container, write_container
 
 if TYPE_CHECKING:
     from pathlib import Path

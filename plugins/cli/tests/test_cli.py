@@ -46,7 +46,7 @@ def test_help_lists_every_command() -> None:
         assert command in result.output
 
 
-@pytest.mark.parametrize(("command", "distribution"), [("conform", "q4-conformance"), ("generate", "q4-nn")])
+@pytest.mark.parametrize(("command", "distribution"), [("conform", "q4-conformance"), ("generate", "q4-lm")])
 def test_a_command_that_is_not_there_is_told_with_what_brings_it(
     command: str, distribution: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,19 +9,8 @@ import torch
 from torch import nn
 
 import q4core as q4
-from q4_nn import (
-    TransformerConfig,
-    TransformerDecoder,
-    TransformerEncoder,
-    build,
-    build_cnn,
-    build_mlp,
-    build_rnn,
-    build_transformer,
-    describe,
-    initialise_,
-    pack_,
-)
+from q4_lm import TransformerConfig, TransformerDecoder, TransformerEncoder, build_transformer
+from q4_nn import build, build_cnn, build_mlp, build_rnn, describe, initialise_, pack_
 
 if TYPE_CHECKING:
     from collections.abc import Callable

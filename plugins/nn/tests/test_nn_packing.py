@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import q4core as q4
+from q4_lm import TransformerConfig, TransformerDecoder
 from q4_nn import (
     FilledLinear,
     Q4Conv2d,
@@ -17,8 +18,6 @@ from q4_nn import (
     STELinear,
     STERecurrent,
     Trainer,
-    TransformerConfig,
-    TransformerDecoder,
     build_mlp,
     eval_cache_bytes,
     pack_,

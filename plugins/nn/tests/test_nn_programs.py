@@ -169,7 +169,7 @@ def test_third_parties_layers_emit(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = LayerType("wrapped", Wrapped, emit=emit)
     plugin = types.SimpleNamespace(q4_layers=q4.hookimpl(lambda: [kind]))
     registry = q4.Registry([("wrapped", plugin), *_installed()])
-    monkeypatch.setattr("q4_nn.registry.layer_type.default_registry", lambda: registry)
+    monkeypatch.setattr("q4_nn.layer_type.default_registry", lambda: registry)
     layer = make("wrapped")
     check(nn.Sequential(Scale(8), layer), X)
     check(layer, X)

@@ -187,7 +187,7 @@ class Strangers:
 def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the registry hold a third party's plugin beside ours."""
     registry = q4.Registry([("nn", q4_nn), ("strangers", Strangers())])
-    monkeypatch.setattr("q4_nn.registry.layer_type.default_registry", lambda: registry)
+    monkeypatch.setattr("q4_nn.layer_type.default_registry", lambda: registry)
 
 
 @pytest.mark.usefixtures("strangers")

@@ -22,7 +22,7 @@ FAULT = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
-_BROUGHT_BY = {"conform": "q4-conformance", "generate": "q4-nn"}
+_BROUGHT_BY = {"conform": "q4-conformance", "generate": "q4-lm"}
 """Documented command → the distribution whose plugin adds it."""
 _SHORT_OF = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE}
 

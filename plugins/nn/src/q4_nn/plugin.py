@@ -1,4 +1,4 @@
-"""What q4core finds here: the command ``q4 generate``, layer types, and architectures of model files."""
+"""What q4core finds here: layer types."""
 
 from __future__ import annotations
 
@@ -7,20 +7,9 @@ from typing import TYPE_CHECKING
 from q4core import hookimpl
 
 if TYPE_CHECKING:
-    import typer
+    from q4_nn.layer_type import LayerType
 
-    from q4_nn.models.architecture import Architecture
-    from q4_nn.registry.layer_type import LayerType
-
-__all__ = ["q4_architectures", "q4_commands", "q4_layers"]
-
-
-@hookimpl
-def q4_architectures() -> list[Architecture]:
-    """Return the architectures of GGUF files."""
-    from q4_nn.models.gguf import ARCHITECTURES  # noqa: PLC0415  # not before somebody asks
-
-    return [*ARCHITECTURES]
+__all__ = ["q4_layers"]
 
 
 @hookimpl
@@ -29,13 +18,3 @@ def q4_layers() -> list[LayerType]:
     from q4_nn.registry.builtin import LAYER_TYPES  # noqa: PLC0415  # not before somebody asks
 
     return [*LAYER_TYPES]
-
-
-@hookimpl
-def q4_commands(app: typer.Typer) -> None:
-    """Add ``generate``, ``chat``, ``perplexity``, ``prepare`` and ``cache`` to the ``q4`` command."""
-    from q4_nn.generation.command import add_generate  # noqa: PLC0415  # typer and rich are the command's alone
-    from q4_nn.prepared.command import add_cache  # noqa: PLC0415  # as above
-
-    add_generate(app)
-    add_cache(app)

@@ -10,9 +10,9 @@ import attrs
 import torch
 
 import q4core as q4
-from q4_nn.prepared.model import restore_layers, tell_layers
-from q4_nn.prepared.opening import CachedModel
-from q4_nn.prepared.store import open_store
+from q4_lm.prepared.model import restore_layers, tell_layers
+from q4_lm.prepared.opening import CachedModel
+from q4_lm.prepared.store import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -40,7 +40,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         backend: As in ``q4core.SessionConfig``, like ``compute_path`` and ``activation_precision``.
         compute_path: See there.
         activation_precision: See there.
-        cache: Where prepared layers are kept, as ``q4_nn.LanguageModel.open`` takes it: ``"auto"`` asks ``Q4_CACHE`` (a
+        cache: Where prepared layers are kept, as ``q4_lm.LanguageModel.open`` takes it: ``"auto"`` asks ``Q4_CACHE`` (a
             folder, or ``off``) and else takes the user's cache folder; ``"off"`` has none; or a folder.
 
     Raises:

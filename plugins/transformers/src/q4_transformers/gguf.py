@@ -1,6 +1,6 @@
-"""GGUF files for models of transformers: its own tables of names, q4_nn's reading of the header, and packed weights.
+"""GGUF files for models of transformers: its own tables of names, q4_lm's reading of the header, and packed weights.
 
-transformers' loader dequantises such a file, and passes over most of what its header says. The header is read by q4_nn
+transformers' loader dequantises such a file, and passes over most of what its header says. The header is read by q4_lm
 here, and what transformers' model of that kind does not compute is an error. transformers' tables say what the parts
 are called and how the file orders rows of q and k; with these, packed rows are put in order as they are.
 """
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import modeling_gguf_pytorch_utils as tables
 
 import q4core as q4
-from q4_nn import TransformerConfig
+from q4_lm import TransformerConfig
 from q4_transformers.places import Place, fitting_problem, raise_unfit
 from q4core import CheckpointError, ConfigError, PackedWeight, Problem
 
@@ -157,5 +157,5 @@ def config_of(checkpoint: Checkpoint) -> Any:
 
 
 def _refuse(where: str, name: str, rule: str, value: object) -> NoReturn:
-    hint = "q4_nn.LanguageModel.open(path) may serve it."
+    hint = "q4_lm.LanguageModel.open(path) may serve it."
     raise CheckpointError("GGUF file", name=name, rule=rule, value=value, where=where, hint=hint)

@@ -112,7 +112,7 @@ def _tokenizer_of(path: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # what it raises depends on what it lacks
         rule = f"one that transformers converts ({type(error).__name__}: {error})"
-        hint = "q4_nn.LanguageModel.open(path) has a tokenizer of its own."
+        hint = "q4_lm.LanguageModel.open(path) has a tokenizer of its own."
         what, where = "GGUF file", str(path)
         raise CheckpointError(
             what, name="tokenizer.ggml.model", rule=rule, value=name, where=where, hint=hint

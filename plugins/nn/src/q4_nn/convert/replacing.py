@@ -16,8 +16,8 @@ from q4_nn.convert.candidates import (
     skipped_by_caller,
 )
 from q4_nn.convert.table import Conversion, ConversionTable, row_of, table_of
-from q4_nn.registry.layer_type import keep_options
-from q4_nn.training.quantising import named_format
+from q4_nn.layer_type import keep_options
+from q4_nn.quantising import named_format
 from q4core import (
     BackendUnavailableError,
     InputError,

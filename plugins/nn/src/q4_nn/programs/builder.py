@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from q4_nn.layer_type import layer_types, options_of
 from q4_nn.programs.emitters import EMITTERS
-from q4_nn.registry.layer_type import layer_types, options_of
 from q4core import Q4Error, Q4Linear
 from q4core.plugin_api import describe_exception
 from q4core.programs import BoundProgram, Buffer, Op, Program, Step, View, bind

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from q4_nn.models.config import TransformerConfig
-from q4_nn.models.initialise import initialise_
-from q4_nn.models.transformer import TransformerDecoder, TransformerEncoder
 from q4_nn.registry.description import build
+from q4_nn.registry.initialise import initialise_
 from q4core import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["build_cnn", "build_mlp", "build_rnn", "build_transformer"]
+__all__ = ["build_cnn", "build_mlp", "build_rnn"]
 
 
 def _require(what: str, name: str, values: Sequence[int], least: int) -> None:
@@ -165,21 +163,3 @@ def build_rnn(  # noqa: PLR0913  # one argument per option
         {"type": "linear", "in_features": hidden_size, "out_features": wide, **_kind(format)},
     ]
     return initialise_(build({"input": [-1], "layers": layers}), rule, std=1.0)
-
-
-def build_transformer(
-    config: TransformerConfig | None = None, **options: Any
-) -> TransformerDecoder | TransformerEncoder:
-    """Build a decoder, or an encoder where ``causal`` is False, with random weights.
-
-    Args:
-        config: Sizes and options.
-        **options: Fields of ``TransformerConfig``, in the place of ``config``.
-
-    Raises:
-        ConfigError: An option is unknown or not legal, or both are given.
-    """
-    if config is not None and options:
-        raise ConfigError("build_transformer", name="config", rule="given, or options", value="both")
-    config = TransformerConfig.from_dict(options) if config is None else config
-    return TransformerDecoder(config) if config.causal else TransformerEncoder(config)

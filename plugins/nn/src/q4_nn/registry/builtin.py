@@ -10,19 +10,17 @@ from torch import nn
 
 from q4_nn.blocks.attention import MultiHeadAttention
 from q4_nn.blocks.feed_forward import FeedForward
-from q4_nn.models.config import TransformerConfig
-from q4_nn.models.transformer import TransformerBlock
-from q4_nn.registry.layer_type import LayerExample, LayerType
+from q4_nn.layer_type import LayerExample, LayerType
 from q4_nn.training.layers import STEConv2d, STELinear, STERecurrent
 from q4core import default_session, quantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from q4_nn.layer_type import Shape
     from q4_nn.programs.builder import ProgramBuilder, Value
-    from q4_nn.registry.layer_type import Shape
 
-__all__ = ["LAYER_TYPES", "Select"]
+__all__ = ["LAYER_TYPES", "Select", "tokens_shape"]
 
 _Size = int | tuple[int, ...]
 
@@ -129,36 +127,6 @@ def _attention(  # noqa: PLR0913  # one argument per option
     )
 
 
-def _block(  # noqa: PLR0913  # one argument per option
-    hidden_size: int,
-    num_heads: int,
-    intermediate_size: int,
-    *,
-    num_kv_heads: int | None = None,
-    causal: bool = True,
-    activation: str = "silu",
-    gated: bool = True,
-    norm: str = "rms",
-    norm_position: str = "pre",
-    positions: str = "rotary",
-    dropout: float = 0.0,
-) -> nn.Module:
-    config = TransformerConfig(
-        hidden_size=hidden_size,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        intermediate_size=intermediate_size,
-        causal=causal,
-        hidden_act=activation,
-        gated=gated,
-        norm=norm,
-        norm_position=norm_position,
-        positions=positions,
-        dropout=dropout,
-    )
-    return TransformerBlock(config)
-
-
 def _last(name: str, wanted: int, shape: Shape) -> None:
     if not shape or shape[-1] != wanted:
         raise ValueError(f"of shape [..., {wanted}], as {name} says")
@@ -225,7 +193,8 @@ def _features_shape(shape: Shape, *, hidden_size: int, **_: Any) -> Shape:
     return shape
 
 
-def _tokens_shape(shape: Shape, *, hidden_size: int, **_: Any) -> Shape:
+def tokens_shape(shape: Shape, *, hidden_size: int, **_: Any) -> Shape:
+    """Return the shape of tokens' features as it came, for a layer that takes [positions, hidden_size]."""
     if len(shape) != 2 or shape[-1] != hidden_size:  # noqa: PLR2004  # positions and features
         raise ValueError(f"of shape [positions, {hidden_size}], as hidden_size says")
     return shape
@@ -302,7 +271,7 @@ LAYER_TYPES = (
     LayerType(
         "attention",
         _attention,
-        _tokens_shape,
+        tokens_shape,
         "multi-head attention, grouped, causal or not",
         _examples((3, 8), hidden_size=8, num_heads=2, num_kv_heads=1),
     ),
@@ -312,13 +281,6 @@ LAYER_TYPES = (
         _features_shape,
         "SwiGLU, or one hidden layer",
         _examples(hidden_size=4, intermediate_size=5),
-    ),
-    LayerType(
-        "block",
-        _block,
-        _tokens_shape,
-        "transformer block: attention, feed-forward, norms",
-        _examples((3, 8), hidden_size=8, num_heads=2, intermediate_size=6),
     ),
     LayerType("relu", nn.ReLU, summary="torch's ReLU", examples=_examples()),
     LayerType("gelu", nn.GELU, summary="torch's GELU", examples=_examples()),

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from q4_nn.registry.layer_type import find_layer_type, options_of
+from q4_nn.layer_type import find_layer_type, options_of
 from q4core import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from q4_nn.registry.layer_type import Shape
+    from q4_nn.layer_type import Shape
 
 __all__ = ["build", "describe"]
 

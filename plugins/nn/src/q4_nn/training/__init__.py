@@ -7,9 +7,9 @@ Reference:
     Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (straight-through estimator).
 """
 
+from q4_nn.quantising import dequantize_packed, quantize_packed
 from q4_nn.training.layers import STEConv2d, STELinear, STERecurrent, to_ste_
 from q4_nn.training.packing import pack_
-from q4_nn.training.quantising import dequantize_packed, quantize_packed
 from q4_nn.training.straight_through import clear_eval_cache, eval_cache_bytes, linear_ste, ste_weight
 
 __all__ = [

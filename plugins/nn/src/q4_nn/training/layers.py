@@ -18,8 +18,8 @@ from q4_nn.convert.candidates import (
     skipped_by_caller,
 )
 from q4_nn.convert.table import Conversion, ConversionTable, row_of, table_of
-from q4_nn.registry.layer_type import keep_options
-from q4_nn.training.quantising import check_master, named_format, quantize_packed
+from q4_nn.layer_type import keep_options
+from q4_nn.quantising import check_master, named_format, quantize_packed
 from q4_nn.training.straight_through import ste_weight
 from q4core import ConfigError, InputError, Q4Error
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from torch import nn
 
+from q4_nn.blocks.embedding import PackedEmbedding
 from q4_nn.blocks.packed import FilledLinear, Q4Conv2d, Q4Recurrent
+from q4_nn.blocks.place import Part, place_linears_
 from q4_nn.convert.candidates import (
     additions,
     avoid_fast_path_,
@@ -17,9 +19,7 @@ from q4_nn.convert.candidates import (
     replace_layers_,
 )
 from q4_nn.convert.table import Conversion, ConversionTable, row_of, table_of
-from q4_nn.models.place import Part, place_linears_
-from q4_nn.models.transformer import PackedEmbedding, TransformerDecoder
-from q4_nn.registry.layer_type import keep_options
+from q4_nn.layer_type import keep_options
 from q4_nn.training.layers import DENSE_KINDS, STEConv2d, STELinear, STERecurrent, pack_matrix
 from q4core import InputError, default_session
 
@@ -136,8 +136,11 @@ def place_packed_(model: nn.Module, weights: Mapping[str, PackedWeight], session
                 made[name] = Q4Conv2d(layer, module)
             elif isinstance(module, nn.Embedding):
                 made[name] = PackedEmbedding(layer, layer.dtype)
-                if isinstance(model, TransformerDecoder) and model.config.tie_word_embeddings:
-                    made["lm_head"] = layer
+                made |= {
+                    other: layer
+                    for other, head in model.named_modules()
+                    if type(head) is nn.Linear and head.weight is module.weight  # a tied head
+                }
             else:
                 made[name] = FilledLinear(layer, module.in_features)
     place_linears_(model, parts, session)

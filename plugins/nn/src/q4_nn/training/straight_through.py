@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch.autograd import forward_ad
 
-from q4_nn.training.quantising import check_master, dequantize_packed, named_format, quantize_packed
+from q4_nn.quantising import check_master, dequantize_packed, named_format, quantize_packed
 from q4core import InputError
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""The commands ``q4 generate``, ``chat``, ``perplexity``, ``prepare`` and ``cache``."""

@@ -1,0 +1,1 @@
+"""Text generation: models in one object, sampling, conversations, perplexity, and sentence vectors."""

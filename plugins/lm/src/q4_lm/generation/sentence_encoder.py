@@ -1,0 +1,162 @@
+"""Sentences to vectors, as the folder's own parts make them of an encoder's features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from tokenizers import normalizers
+
+import q4core as q4
+from q4_lm.generation.sentence_modules import SentenceModules, read_modules
+from q4_lm.models.transformer import TransformerEncoder
+from q4_lm.prepared.opening import CachedModel, open_folder
+from q4_lm.prepared.store import open_store
+from q4_lm.tokenizers.hf_tokenizer import read_engine
+from q4_lm.tokenizers.tokenizer import Tokenizer
+from q4core import InputError
+from q4core.plugin_api import closest_name
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from tokenizers import Tokenizer as Engine
+
+__all__ = ["SentenceEncoder"]
+
+
+@attrs.frozen
+class SentenceEncoder:
+    """A model that gives a vector for each sentence, as sentence-transformers' BERT models do.
+
+    Args:
+        encoder: Token numbers to features.
+        tokenizer: Sentences to token numbers.
+        session: What 4-bit layers were prepared under; closed with the model.
+        limit: Tokens of a sentence; what is longer is cut before its last mark.
+        modules: What makes a vector of a sentence's features, and the prompts.
+        cached: What became of its file in the cache; None without a cache.
+    """
+
+    encoder: TransformerEncoder
+    tokenizer: Tokenizer
+    session: q4.Session
+    limit: int
+    modules: SentenceModules
+    cached: CachedModel | None = None
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        config: q4.SessionConfig | None = None,
+        *,
+        cache: str | os.PathLike[str] = "auto",
+    ) -> SentenceEncoder:
+        """Open a Hugging Face directory of an encoder, or map what was prepared of it before.
+
+        Args:
+            folder: With ``config.json``, ``tokenizer.json`` and safetensors files. Where ``modules.json`` is there, its
+                parts make the vectors: a Transformer, a Pooling, then Dense and Normalize. Without it, ``1_Pooling``
+                or the mean does, and vectors have length one.
+            config: What to ask for; unset fields ask the context, the environment and the default.
+            cache: As ``LanguageModel.open`` takes it.
+
+        Raises:
+            CheckpointError: A file is missing or malformed, the model is no encoder, or a part is not computed here.
+            ConfigError: ``cache``, or the variables that it asks, are not legal.
+        """
+        store = open_store(cache)
+        modules = read_modules(Path(folder))
+        folder = modules.encoder
+        session = q4.Session(config)
+        try:
+            cached = None if store is None else CachedModel(store, folder, session)
+            encoder, tokenizer = open_folder(folder, session, cached)
+            encoder = _checked(encoder, modules, str(folder))
+        except BaseException:
+            session.close()
+            raise
+        if modules.lower_case:
+            tokenizer = Tokenizer(lambda: _lower(read_engine(folder)), **tokenizer.ends)
+        modules.head.to(encoder.device)
+        limit = encoder.config.max_position_embeddings
+        return cls(encoder, tokenizer, session, min(limit, modules.limit or limit), modules, cached)
+
+    def encode(self, sentences: Sequence[str], *, prompt: str | None = None, batch: int = 32) -> torch.Tensor:
+        """Return one vector for each sentence: float32 [n, features], on the CPU.
+
+        Args:
+            sentences: Texts; what is longer than the model's context is cut.
+            prompt: Name of one of the folder's prompts, whose text stands before each sentence. Defaults to the
+                folder's default prompt, if it has one.
+            batch: Sentences at once.
+
+        Raises:
+            InputError: ``sentences`` is a single text, or empty, or there is no such prompt.
+        """
+        if isinstance(sentences, str) or not sentences:
+            raise InputError("SentenceEncoder", name="sentences", rule="a list of at least one text", value=sentences)
+        head = self._prompt(self.modules.default_prompt if prompt is None else prompt)
+        rows = [self.tokenizer.encode_whole(head + text) for text in sentences]
+        rows = [row if len(row) <= self.limit else [*row[: self.limit - 1], row[-1]] for row in rows]
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))  # alike lengths together
+        found: list[tuple[int, torch.Tensor]] = []
+        for start in range(0, len(rows), batch):
+            chosen = order[start : start + batch]
+            found += zip(chosen, self._vectors([rows[index] for index in chosen]), strict=True)
+        return torch.stack([vector for _, vector in sorted(found, key=lambda item: item[0])])
+
+    @torch.inference_mode()
+    def _vectors(self, rows: list[list[int]]) -> torch.Tensor:
+        longest = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.encoder.device)
+        lengths = torch.tensor([len(row) for row in rows], device=self.encoder.device)
+        allowed = torch.arange(longest, device=self.encoder.device) < lengths[:, None]
+        features = self.encoder(tokens, allowed=allowed).to(torch.float32)
+        return self.modules.pool(features, allowed).cpu()
+
+    def _prompt(self, name: str | None) -> str:
+        known = self.modules.prompts
+        if name is None or name in known:
+            return "" if name is None else known[name]
+        close = closest_name(name, known)
+        hint = f"Did you mean {close!r}?" if close else "Put the text before the sentences yourself."
+        rule = f"one of the folder's ({', '.join(known) or 'none'})"
+        raise InputError("SentenceEncoder", name="prompt", rule=rule, value=name, hint=hint)
+
+    def close(self) -> None:
+        """Give every prepared byte back."""
+        self.session.close()
+
+    def __enter__(self) -> SentenceEncoder:  # noqa: PYI034  # Self needs Python 3.11
+        """Return the model."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the model."""
+        self.close()
+
+
+def _checked(encoder: torch.nn.Module, modules: SentenceModules, where: str) -> TransformerEncoder:
+    """Return the encoder, once it is one and each linear layer after pooling takes what comes before it."""
+    if not isinstance(encoder, TransformerEncoder):
+        rule, hint = "of an encoder", "LanguageModel.open reads decoders."
+        raise q4.CheckpointError("model folder", name="model_type", rule=rule, where=where, hint=hint)
+    width = encoder.config.hidden_size * len(modules.pooling)
+    for layer in modules.head:
+        if isinstance(layer, torch.nn.Linear) and layer.in_features != width:
+            rule, value = f"{width}, the features before the layer", layer.in_features
+            raise q4.CheckpointError("sentence encoder", name="in_features", rule=rule, value=value, where=where)
+        width = getattr(layer, "out_features", width)
+    return encoder
+
+
+def _lower(engine: Engine) -> Engine:
+    """Return a tokenizer whose texts, but for special tokens in them, are written in lower case first."""
+    steps = [normalizers.Lowercase(), *([] if engine.normalizer is None else [engine.normalizer])]
+    engine.normalizer = normalizers.Sequence(steps)
+    return engine

@@ -1,0 +1,90 @@
+"""Architectures: how a model file becomes a decoder; plugins bring further ones by the hook ``q4_architectures``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+
+from q4_lm.models.load import load_weights_
+from q4_lm.models.transformer import TransformerDecoder
+from q4core import CheckpointError, default_registry
+from q4core.plugin_api import closest_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from q4_lm.models.config import TransformerConfig
+    from q4_lm.models.load import Names
+    from q4_lm.models.metadata import Metadata
+    from q4core import Checkpoint, Session
+
+__all__ = ["Architecture", "architectures", "build_decoder", "find_architecture"]
+
+
+def _nothing(*_: object) -> None:
+    """Leave a decoder as it is."""
+
+
+@attrs.frozen
+class Architecture:
+    """How a model file becomes a decoder.
+
+    Args:
+        name: Value of ``general.architecture``.
+        config: The opened file and its metadata → the decoder's config.
+        names: That config → what the file calls the parts.
+        finish: Called with the filled decoder, the file and its metadata, for what is neither matrix nor norm.
+    """
+
+    name: str
+    config: Callable[[Checkpoint, Metadata], TransformerConfig]
+    names: Callable[[TransformerConfig], Names]
+    finish: Callable[[TransformerDecoder, Checkpoint, Metadata], None] = _nothing
+
+
+def architectures() -> Mapping[str, Architecture]:
+    """Return every architecture by name, those of all plugins."""
+    return default_registry().items("q4_architectures")
+
+
+def find_architecture(metadata: Metadata) -> Architecture:
+    """Return a model file's architecture.
+
+    Raises:
+        CheckpointError: The file names none, or one that no plugin brings.
+    """
+    if "general.architecture" not in metadata:
+        what = "the checkpoint does not say which model its layers make up"
+        hint = "A GGUF file does, or a Hugging Face folder with config.json; `q4 inspect` shows the layers."
+        raise CheckpointError(what, where=metadata.where, hint=hint)
+    name: str = metadata.text("general.architecture")
+    known = architectures()
+    if name not in known:
+        close = closest_name(name, known)
+        hint = f"Did you mean {close!r}?" if close else "A plugin can bring it, by the hook q4_architectures."
+        metadata.fail("general.architecture", f"one of {', '.join(sorted(known))}", name, hint)
+    return known[name]
+
+
+def build_decoder(checkpoint: Checkpoint, session: Session, metadata: Metadata) -> TransformerDecoder:
+    """Build the decoder that an opened file holds.
+
+    Args:
+        checkpoint: The opened file.
+        session: Makes the 4-bit layers.
+        metadata: The file's metadata.
+
+    Raises:
+        CheckpointError: The architecture is not known, a metadata value or a tensor is missing or contradicts the
+            others, or there is a tensor that the architecture does not know.
+        ConfigError: The session's device is not available.
+    """
+    architecture = find_architecture(metadata)
+    config = architecture.config(checkpoint, metadata)
+    with torch.device("meta"):
+        decoder = TransformerDecoder(config)
+    load_weights_(decoder, checkpoint, session, architecture.names(config), metadata.where)
+    architecture.finish(decoder, checkpoint, metadata)
+    return decoder

@@ -1,0 +1,67 @@
+"""What Hugging Face calls the parts of a model, and what they are called here."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from q4_lm.models.config import TransformerConfig
+
+__all__ = ["from_hf_name", "fused_parts", "to_hf_name"]
+
+_BERT = (
+    ("embeddings.word_embeddings", "embed_tokens"),
+    ("embeddings.position_embeddings", "embed_positions"),
+    ("embeddings.token_type_embeddings", "embed_types"),
+    ("embeddings.LayerNorm", "embed_norm"),
+    ("encoder.layer", "layers"),
+    ("attention.self.query", "self_attn.q_proj"),
+    ("attention.self.key", "self_attn.k_proj"),
+    ("attention.self.value", "self_attn.v_proj"),
+    ("attention.output.dense", "self_attn.o_proj"),
+    ("attention.output.LayerNorm", "post_attention_layernorm"),
+    ("intermediate.dense", "mlp.up_proj"),
+    ("output.dense", "mlp.down_proj"),
+    ("output.LayerNorm", "post_feedforward_layernorm"),
+)
+_PREFIX = re.compile(r"^(?:model|bert|model\.language_model|language_model\.model)\.(?=embed|layers|norm|encoder)")
+
+
+def from_hf_name(name: str, config: TransformerConfig) -> str:
+    """Return what a tensor of a Hugging Face checkpoint is called here."""
+    name = _PREFIX.sub("", name)
+    if not config.causal:
+        for theirs, ours in _BERT:
+            name = re.sub(rf"(^|\.){re.escape(theirs)}\.", rf"\1{ours}.", name)
+        return name
+    if config.norm_position == "pre":  # there, this one stands before the feed-forward part
+        return name.replace(".post_attention_layernorm.", ".pre_feedforward_layernorm.")
+    return name
+
+
+def to_hf_name(name: str, config: TransformerConfig) -> str:
+    """Return what a parameter of ours is called in a Hugging Face checkpoint."""
+    if not config.causal:
+        for theirs, ours in _BERT:
+            name = re.sub(rf"(^|\.){re.escape(ours)}\.", rf"\1{theirs}.", name)
+        return name
+    if config.norm_position == "pre":
+        name = name.replace(".pre_feedforward_layernorm.", ".post_attention_layernorm.")
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def fused_parts(name: str, config: TransformerConfig) -> dict[str, int]:
+    """Return the parts whose rows a fused matrix holds, in order, with their numbers; of another one itself alone.
+
+    Args:
+        name: A module's name, as here.
+        config: The model's.
+    """
+    wide, narrow = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    head, _, last = name.rpartition(".")
+    parts = {
+        "qkv_proj": {"q_proj": wide, "k_proj": narrow, "v_proj": narrow},  # Phi-3
+        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+    }.get(last)
+    return {name: 0} if parts is None else {f"{head}.{part}": rows for part, rows in parts.items()}

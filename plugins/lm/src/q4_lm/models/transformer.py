@@ -1,0 +1,378 @@
+"""Blocks, decoders and encoders: trainable as they are, and packable to four bits part by part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from q4_lm.models.config import TransformerConfig
+from q4_nn.blocks.attention import MultiHeadAttention
+from q4_nn.blocks.cache import KVCache
+from q4_nn.blocks.feed_forward import FeedForward
+from q4_nn.blocks.norm import OffsetRMSNorm
+from q4_nn.blocks.rotary import RotaryEmbedding
+from q4_nn.registry.initialise import initialise_
+from q4core import ConfigError, InputError
+from q4core.programs import Op
+
+if TYPE_CHECKING:
+    from q4_nn.blocks.cache import CachePlaces
+    from q4_nn.programs.builder import ProgramBuilder, Value
+
+__all__ = ["TransformerBlock", "TransformerDecoder", "TransformerEncoder", "build_transformer", "empty_transformer"]
+
+_NORMS: dict[str, Any] = {"rms": nn.RMSNorm, "offset_rms": OffsetRMSNorm, "layer": nn.LayerNorm}
+
+
+def _norm(config: TransformerConfig) -> nn.Module:
+    made: nn.Module = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps)
+    return made
+
+
+def _embedding(rows: int, config: TransformerConfig) -> nn.Embedding:
+    """Return an embedding of values yet to be given: torch's own would draw them, which takes seconds on meta."""
+    return nn.Embedding(rows, config.hidden_size, _weight=torch.empty(rows, config.hidden_size))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a feed-forward part, each with its norms, each added to what came in.
+
+    Parts: ``self_attn``, ``mlp``, and the norms that ``norm_position`` asks for: ``input_layernorm`` and
+    ``pre_feedforward_layernorm`` (before), ``post_attention_layernorm`` and ``post_feedforward_layernorm`` (behind).
+
+    Args:
+        config: Sizes and options.
+        layer: The block's index.
+        rotary: Turns queries and keys; made from the config unless told.
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int = 0, *, rotary: RotaryEmbedding | None = None) -> None:
+        super().__init__()
+        if rotary is None:
+            rotary = make_rotary(config, layer)
+        has_pre, has_post = config.norm_position != "post", config.norm_position != "pre"
+        self.input_layernorm = _norm(config) if has_pre else None
+        self.self_attn = MultiHeadAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            causal=config.causal,
+            window=config.windows[layer],
+            bias=config.attention_bias,
+            out_bias=config.attention_out_bias,
+            qk_norm=config.norm_eps if config.qk_norm else None,
+            norm=_NORMS[config.norm],
+            rotary=rotary,
+            scale=config.attention_scale,
+            dropout=config.attention_dropout,
+            layer=layer,
+        )
+        self.post_attention_layernorm = _norm(config) if has_post else None
+        self.pre_feedforward_layernorm = _norm(config) if has_pre else None
+        self.mlp = FeedForward(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            gated=config.gated,
+            bias=config.mlp_bias,
+        )
+        self.post_feedforward_layernorm = _norm(config) if has_post else None
+        self.norm_position = config.norm_position
+        self.dropout = config.dropout
+
+    def forward(
+        self, x: torch.Tensor, *, cache: KVCache | None = None, allowed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return [B, T, hidden] from [B, T, hidden]; ``cache`` and ``allowed`` as ``MultiHeadAttention`` takes them."""
+        y = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = self._add(x, self.self_attn(y, cache=cache, allowed=allowed), self.post_attention_layernorm)
+        y = x if self.pre_feedforward_layernorm is None else self.pre_feedforward_layernorm(x)
+        return self._add(x, self.mlp(y), self.post_feedforward_layernorm)
+
+    def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | None = None) -> Value:
+        """Emit one token of one sequence behind those of a cache."""
+        y = x if self.input_layernorm is None else builder.emit(self.input_layernorm, x)
+        x = self._emit_add(builder, x, builder.emit(self.self_attn, y, cache=cache), self.post_attention_layernorm)
+        y = x if self.pre_feedforward_layernorm is None else builder.emit(self.pre_feedforward_layernorm, x)
+        return self._emit_add(builder, x, builder.emit(self.mlp, y), self.post_feedforward_layernorm)
+
+    def _emit_add(self, builder: ProgramBuilder, x: Value, y: Value, norm: nn.Module | None) -> Value:
+        if norm is None:
+            return builder.step(Op.ADD, x, y)
+        if self.norm_position != "post":
+            return builder.step(Op.ADD, x, builder.emit(norm, y))
+        summed: Value = builder.emit(norm, builder.step(Op.ADD, x, y))
+        return summed
+
+    def _add(self, x: torch.Tensor, y: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        if self.dropout:
+            y = nn.functional.dropout(y, self.dropout, self.training)
+        if norm is None:
+            return x + y
+        summed: torch.Tensor = norm(x + y) if self.norm_position == "post" else x + norm(y)
+        return summed
+
+
+def make_rotary(config: TransformerConfig, layer: int) -> RotaryEmbedding | None:
+    """Return what turns the queries and keys of a block, or None where nothing does."""
+    if config.positions != "rotary" or layer in config.no_rope_layers:
+        return None
+    if layer in config.sliding_layers and config.local_rope_theta is not None:
+        return RotaryEmbedding(config.rope_dim, config.local_rope_theta, interleaved=config.rope_interleaved)
+    return RotaryEmbedding(
+        config.rope_dim, config.rope_theta, scaling=config.rope_scaling, interleaved=config.rope_interleaved
+    )
+
+
+class _Transformer(nn.Module):
+    """What decoders and encoders share: embeddings and blocks."""
+
+    _what = "transformer"
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        if config.vocab_size < 1:
+            raise ConfigError(self._what, name="vocab_size", rule="a positive whole number", value=config.vocab_size)
+        self.config = config
+        self.embed_tokens: nn.Module = _embedding(config.vocab_size, config)
+        learned = config.positions == "learned"
+        self.embed_positions = _embedding(config.max_position_embeddings, config) if learned else None
+        kinds: dict[Any, RotaryEmbedding | None] = {}  # one table for all blocks that turn alike
+        blocks = []
+        for layer in range(config.num_hidden_layers):
+            rotary = make_rotary(config, layer)
+            key = None if rotary is None else (rotary.base, rotary.scaling)
+            blocks.append(TransformerBlock(config, layer, rotary=kinds.setdefault(key, rotary)))
+        self.layers = nn.ModuleList(blocks)
+
+    def _initialise(self) -> None:
+        """Draw random weights, where there is memory for them."""
+        if self.embed_tokens.weight.device.type != "meta":
+            initialise_(self, std=self.config.initializer_range)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of activations."""
+        found = self.embed_tokens.weight if isinstance(self.embed_tokens, nn.Embedding) else self.embed_tokens
+        dtype: torch.dtype = found.dtype  # type: ignore[assignment]  # a weight's, or a PackedEmbedding's
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes: where its norms are."""
+        return next(parameter.device for name, parameter in self.named_parameters() if "norm" in name)
+
+    def _check(self, tokens: torch.Tensor) -> None:
+        if tokens.dim() != 2 or tokens.dtype != torch.int64 or not tokens.numel():  # noqa: PLR2004  # [B, T]
+            value = (tokens.dtype, tuple(tokens.shape))
+            raise InputError(self._what, name="tokens", rule="int64 [B, T], not empty", value=value)
+        low, high = (int(value) for value in torch.aminmax(tokens))
+        if low < 0 or high >= self.config.vocab_size:
+            rule = f"from 0 to {self.config.vocab_size - 1}"
+            raise InputError(self._what, name="tokens", rule=rule, value=low if low < 0 else high)
+
+    def _embed(self, tokens: torch.Tensor, start: int | torch.Tensor = 0) -> torch.Tensor:
+        x: torch.Tensor = self.embed_tokens(tokens)
+        if self.config.embedding_scale != 1.0:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded as the model was trained
+        if self.embed_positions is None:
+            return x
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        place = place + (start[:, None] if isinstance(start, torch.Tensor) else start)
+        limit = self.config.max_position_embeddings
+        if int(place.max()) >= limit:
+            raise InputError(self._what, name="tokens", rule=f"at most {limit} positions", value=int(place.max()) + 1)
+        y: torch.Tensor = x + self.embed_positions(place.clamp(min=0))
+        return y
+
+
+class TransformerDecoder(_Transformer):
+    """Token numbers to logits.
+
+    Parts: ``embed_tokens``, ``layers``, ``norm`` and ``lm_head``, which shares the embedding's weight where the config
+    ties them.
+
+    Args:
+        config: Sizes and options; ``causal``.
+    """
+
+    _what = "decoder"
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        if not config.causal:
+            raise ConfigError("decoder", name="causal", rule="True; an encoder is TransformerEncoder", value=False)
+        self.norm = None if config.norm_position == "post" else _norm(config)
+        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie()
+        self._initialise()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.config.tie_word_embeddings
+
+    def tie(self) -> None:
+        """Let the head be the embedding, where the config says so and both have weights of their own."""
+        if self.is_tied and isinstance(self.embed_tokens, nn.Embedding):
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def divide_frequencies(self, factors: torch.Tensor) -> None:
+        """Divide the rotary frequencies of every block that turns by float32 [rope_dim / 2]."""
+        for module in self.modules():
+            if isinstance(module, RotaryEmbedding):
+                module.factors = factors
+
+    def make_cache(self, capacity: int, batch: int = 1, *, padding: torch.Tensor | None = None) -> KVCache:
+        """Return an empty cache.
+
+        Args:
+            capacity: Positions.
+            batch: Sequences.
+            padding: As ``KVCache`` takes it.
+
+        Raises:
+            InputError: The capacity is not between 1 and the model's context.
+        """
+        limit = self.config.max_position_embeddings
+        if not 1 <= capacity <= limit:
+            rule = f"from 1 to {limit}, the model's context"
+            raise InputError("key-value cache", name="capacity", rule=rule, value=capacity)
+        return KVCache(
+            self.config.num_hidden_layers,
+            self.config.num_key_value_heads,
+            self.config.head_dim,
+            capacity,
+            batch=batch,
+            windows=self.config.windows,
+            padding=padding,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def emit_program(self, builder: ProgramBuilder, tokens: Value, *, cache: CachePlaces | None = None) -> Value:
+        """Emit the logits [1, vocabulary] of one token [1] of one sequence behind those of a cache."""
+        if cache is None:
+            builder.refuse("a decoder is emitted for one token at a time, over a cache")
+        x: Value = builder.emit(self.embed_tokens, tokens)
+        if self.config.embedding_scale != 1.0:
+            x = builder.step(Op.AFFINE, x, numbers=(self.config.embedding_scale, 0))
+        if self.embed_positions is not None:
+            x = builder.step(Op.ADD, x, builder.emit(self.embed_positions, cache.position))
+        for block in self.layers:
+            x = builder.emit(block, x, cache=cache)
+        logits: Value = builder.emit(self.lm_head, x if self.norm is None else builder.emit(self.norm, x))
+        return logits
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        cache: KVCache | None = None,
+        *,
+        allowed: torch.Tensor | None = None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """Return logits [B, T, vocabulary], or [B, 1, vocabulary] of the last tokens alone.
+
+        Args:
+            tokens: int64 [B, T], the tokens behind those in the cache.
+            cache: From ``make_cache``; takes the tokens' keys and values. None in training.
+            allowed: bool [B, T]: which tokens are not padding; without a cache.
+            last_only: Whether only the last token's logits are wanted.
+
+        Raises:
+            InputError: A token is not in the vocabulary, the tokens do not fit into the cache or the context, or their
+                shape or dtype is wrong.
+        """
+        self._check(tokens)
+        if cache is None:
+            limit = self.config.max_position_embeddings
+            if tokens.shape[1] > limit:
+                raise InputError(self._what, name="tokens", rule=f"at most {limit} a row", value=tokens.shape[1])
+        else:
+            cache.require(tokens.shape[1])
+        x = self._embed(tokens, 0 if cache is None else cache.start)
+        for block in self.layers:
+            x = block(x, cache=cache, allowed=allowed)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        x = x[:, -1:] if last_only else x
+        logits: torch.Tensor = self.lm_head(x if self.norm is None else self.norm(x))
+        return logits
+
+
+class TransformerEncoder(_Transformer):
+    """Token numbers to features [B, T, hidden].
+
+    Parts: ``embed_tokens``, ``embed_positions`` (learned), ``embed_types`` (segments), ``layers``; ``embed_norm`` where
+    norms stand behind the sums, and ``norm`` where they stand before.
+
+    Args:
+        config: Sizes and options; not ``causal``.
+    """
+
+    _what = "encoder"
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        if config.causal:
+            raise ConfigError("encoder", name="causal", rule="False; a decoder is TransformerDecoder", value=True)
+        kinds = config.type_vocab_size
+        self.embed_types = _embedding(kinds, config) if kinds else None
+        self.embed_norm = _norm(config) if config.norm_position == "post" else None
+        self.norm = None if config.norm_position == "post" else _norm(config)
+        self._initialise()
+
+    def forward(
+        self, tokens: torch.Tensor, *, allowed: torch.Tensor | None = None, types: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return features [B, T, hidden].
+
+        Args:
+            tokens: int64 [B, T].
+            allowed: bool [B, T]: which tokens are not padding.
+            types: int64 [B, T]: each token's segment; all 0 unless told.
+
+        Raises:
+            InputError: A token is not in the vocabulary, there are too many, or their shape or dtype is wrong.
+        """
+        self._check(tokens)
+        x = self._embed(tokens)
+        if self.embed_types is not None:
+            x = x + self.embed_types(torch.zeros_like(tokens) if types is None else types)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        if self.config.dropout:
+            x = nn.functional.dropout(x, self.config.dropout, self.training)
+        for block in self.layers:
+            x = block(x, allowed=allowed)
+        y: torch.Tensor = x if self.norm is None else self.norm(x)
+        return y
+
+
+Transformer = TransformerDecoder | TransformerEncoder
+
+
+def empty_transformer(config: TransformerConfig) -> Transformer:
+    """Return the model of a config, on the meta device, to be filled."""
+    with torch.device("meta"):
+        return TransformerDecoder(config) if config.causal else TransformerEncoder(config)
+
+
+def build_transformer(config: TransformerConfig | None = None, **options: Any) -> Transformer:
+    """Build a decoder, or an encoder where ``causal`` is False, with random weights.
+
+    Args:
+        config: Sizes and options.
+        **options: Fields of ``TransformerConfig``, in the place of ``config``.
+
+    Raises:
+        ConfigError: An option is unknown or not legal, or both are given.
+    """
+    if config is not None and options:
+        raise ConfigError("build_transformer", name="config", rule="given, or options", value="both")
+    config = TransformerConfig.from_dict(options) if config is None else config
+    return TransformerDecoder(config) if config.causal else TransformerEncoder(config)

@@ -1,0 +1,41 @@
+"""What q4core finds here: commands of language models, a layer type, and architectures of model files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from q4core import hookimpl
+
+if TYPE_CHECKING:
+    import typer
+
+    from q4_lm.models.architecture import Architecture
+    from q4_nn import LayerType
+
+__all__ = ["q4_architectures", "q4_commands", "q4_layers"]
+
+
+@hookimpl
+def q4_architectures() -> list[Architecture]:
+    """Return the architectures of GGUF files."""
+    from q4_lm.models.gguf import ARCHITECTURES  # noqa: PLC0415  # not before somebody asks
+
+    return [*ARCHITECTURES]
+
+
+@hookimpl
+def q4_layers() -> list[LayerType]:
+    """Return the layer type ``block``."""
+    from q4_lm.models.block import BLOCK  # noqa: PLC0415  # not before somebody asks
+
+    return [BLOCK]
+
+
+@hookimpl
+def q4_commands(app: typer.Typer) -> None:
+    """Add ``generate``, ``chat``, ``perplexity``, ``prepare`` and ``cache`` to the ``q4`` command."""
+    from q4_lm.commands.cache import add_cache  # noqa: PLC0415  # typer and rich are the command's alone
+    from q4_lm.commands.generate import add_generate  # noqa: PLC0415  # as above
+
+    add_generate(app)
+    add_cache(app)

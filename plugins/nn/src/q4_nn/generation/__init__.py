@@ -1,1 +1,0 @@
-"""Text generation: models in one object, tokenizers, chat templates, sampling, and the command ``q4 generate``."""
