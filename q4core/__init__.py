@@ -72,7 +72,6 @@ from q4core.formats import (
     resolve_levels,
     unpack_codes,
 )
-from q4core.layers.adoption import export_prepared
 from q4core.layers.diagnosis import Diagnostics, Report
 from q4core.layers.linear import Q4Linear
 from q4core.layers.weight_info import WeightInfo
@@ -114,7 +113,15 @@ from q4core.session.functions import (
     save_checkpoint,
 )
 from q4core.session.quantizing import Quantizer, quantize
-from q4core.session.session import Session, adopt_prepared, default_session, explain, linear, select
+from q4core.session.session import (
+    Session,
+    adopt_prepared,
+    default_session,
+    explain,
+    export_prepared,
+    linear,
+    select,
+)
 from q4core.weight import Feature, PackedWeight, WeightSpec, cat
 
 __version__ = "0.1.0.dev0"

@@ -52,7 +52,7 @@ __all__ = [
     "watch",
 ]
 
-_CONTENT, _BIAS = operator.attrgetter("_content"), operator.methodcaller("get", "bias")
+_WEIGHT, _BIAS = operator.attrgetter("_weight"), operator.methodcaller("get", "bias")
 _shown: weakref.WeakKeyDictionary[Registry, dict[tuple[str, str, Hashable], str | None]] = weakref.WeakKeyDictionary()
 """What probes showed, by purpose, backend and kind: None where it is right."""
 _records: weakref.WeakKeyDictionary[Q4Linear, dict[tuple[str, str], Record]] = weakref.WeakKeyDictionary()
@@ -83,60 +83,59 @@ class LayerHandle:
 
     def __init__(self, layer: Q4Linear) -> None:
         self.layer = layer
-        self._content = layer._content  # noqa: SLF001  # this module is the public face of layers
-        self._live = live = self._content.prepared or layer._require_ready()  # noqa: SLF001  # raises
-        self.backend: Backend = live.plan.backend
-        self.prepared: Prepared = live.prepared
-        self.tensors: tuple[torch.Tensor, ...] = live.tensors
-        self.segments: tuple[Segment, ...] = live.plan.segments
-        self.kind: Hashable = live.plan.key
-        self.device: torch.device = live.device
-        self.bias = layer._own_bias()  # noqa: SLF001  # as above
-        self.registry: Registry = layer._plugins()  # noqa: SLF001  # as above
-        self.calls: list[int] = live.counts
+        self._weight = weight = layer._require_ready()
+        self.backend: Backend = weight.plan.backend
+        self.prepared: Prepared = weight.prepared
+        self.tensors: tuple[torch.Tensor, ...] = weight.tensors
+        self.segments: tuple[Segment, ...] = weight.plan.segments
+        self.kind: Hashable = weight.plan.key
+        self.device: torch.device = weight.device
+        self.bias = layer._own_bias()
+        self.registry: Registry = layer._plugins()
+        self.calls: list[int] = weight.counts
 
     @property
     def is_current(self) -> bool:
         """Whether the layer still runs by this: not closed, moved or loaded again, with the same bias parameter."""
         layer = self.layer
-        return layer._content is self._content and layer._parameters.get("bias") is self.bias  # noqa: SLF001  # as above
+        return layer._weight is self._weight and layer._parameters.get("bias") is self.bias
 
     @property
     def is_managed(self) -> bool:
         """Whether a unified-memory policy places what the layer runs by."""
-        return self.layer._is_managed  # noqa: SLF001  # as above
+        return self.layer._is_managed
 
     def segment_index(self, rows: int) -> int | None:
         """Return which segment serves so many rows of x; None outside the range that the layer was made for."""
-        return self._live.plan.segment_index(rows)
+        return self._weight.plan.segment_index(rows)
 
     def weight(self) -> PackedWeight:
         """Return the canonical weight, exported by the backend or kept beside it."""
-        return self._live.plan.weight(self._live.buffers)
+        return self._weight.plan.weight(self._weight.buffers)
 
     def add_outlier_rows(self, rows: int) -> None:
         """Count rows of x that had outliers, for the layer's report."""
-        self._live.outlier_rows += rows
+        self._weight.outlier_rows += rows
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Let the block's calls be none: a trial, of which no report tells."""
-        calls, outlier_rows = self.calls[:], self._live.outlier_rows
+        calls, outlier_rows = self.calls[:], self._weight.outlier_rows
         try:
             yield
         finally:
-            self.calls[:], self._live.outlier_rows = calls, outlier_rows
+            self.calls[:], self._weight.outlier_rows = calls, outlier_rows
 
 
 def watch(handles: Iterable[LayerHandle]) -> Callable[[], bool]:
     """Return a function that says whether all handles are current: for calls of microseconds over many layers."""
     known = [*handles]
     layers = [handle.layer for handle in known]
-    contents = [handle._content for handle in known]  # noqa: SLF001  # of this module
-    parameters, biases = [layer._parameters for layer in layers], [handle.bias for handle in known]  # noqa: SLF001  # as above
+    weights = [handle._weight for handle in known]
+    parameters, biases = [layer._parameters for layer in layers], [handle.bias for handle in known]
 
     def are_current() -> bool:
-        return [*map(_CONTENT, layers)] == contents and all(map(operator.is_, map(_BIAS, parameters), biases))
+        return [*map(_WEIGHT, layers)] == weights and all(map(operator.is_, map(_BIAS, parameters), biases))
 
     return are_current
 

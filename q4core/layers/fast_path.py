@@ -25,10 +25,9 @@ from q4core.machine import (
 from q4core.selection.plan import raise_broken_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
-    from q4core.layers.prepared_module import WeightOwner
-    from q4core.ops.registration import LiveLayer
+    from q4core.ops.prepared_weight import PreparedWeight
 
     FastPath = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]
 
@@ -36,15 +35,26 @@ PLAIN: type[torch.Tensor] = torch.Tensor
 """The one class of tensors that is taken; of another one torch might ask anything."""
 
 
-def make_fast_path(layer: WeightOwner, live: LiveLayer) -> FastPath | None:
-    """Return ``fast(x, out)`` for a layer: y, or None where the call is not a plain one; None off CPU and CUDA."""
-    device = live.device
+def make_fast_path(
+    weight: PreparedWeight, buffers: Mapping[str, Any], names: Sequence[str], parameters: Mapping[str, Any]
+) -> FastPath | None:
+    """Return ``fast(x, out)`` for a layer: y, or None where the call is not a plain one; None off CPU and CUDA.
+
+    Args:
+        weight: What the layer runs.
+        buffers: The layer's own, any of which a functional call may replace.
+        names: The names among them of the weight's buffers.
+        parameters: The layer's own, its bias among them.
+    """
+    device = weight.device
     if device.type not in {"cpu", "cuda"}:
         return None
+    own = tuple(zip(names, weight.buffers, strict=True))
     if device.type == "cpu":
-        return _make_anywhere(layer, live, torch.empty, is_cpu=True)
-    anywhere = _make_anywhere(layer, live, functools.partial(torch.empty, device=device), is_cpu=False)
-    index, parameters, plain, current = device.index, layer._parameters, PLAIN, torch.cuda.current_device  # noqa: SLF001  # its own fast path
+        return _make_anywhere(weight, own, buffers, parameters, torch.empty, is_cpu=True)
+    empty = functools.partial(torch.empty, device=device)
+    anywhere = _make_anywhere(weight, own, buffers, parameters, empty, is_cpu=False)
+    index, plain, current = device.index, PLAIN, torch.cuda.current_device
 
     def fast(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
         if type(x) is not plain or not x.is_cuda or x.get_device() != index or current() != index:
@@ -59,15 +69,19 @@ def make_fast_path(layer: WeightOwner, live: LiveLayer) -> FastPath | None:
     return fast
 
 
-def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function call would cost 0.1 µs
-    layer: WeightOwner, live: LiveLayer, empty: Callable[..., torch.Tensor], *, is_cpu: bool
+def _make_anywhere(  # noqa: C901, PLR0913  # one flat list of conditions: each function call would cost 0.1 µs
+    weight: PreparedWeight,
+    own: tuple[tuple[str, torch.Tensor], ...],
+    buffers: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    empty: Callable[..., torch.Tensor],
+    *,
+    is_cpu: bool,
 ) -> FastPath:
     """Return the fast path for tensors on the CPU, or for those that are known to be on the layer's other device."""
-    plan, prepared, counts = live.plan, live.prepared, live.counts
+    plan, prepared, counts = weight.plan, weight.prepared, weight.counts
     linear = plan.backend.linear
     features, outputs, dtype = plan.in_features, plan.out_features, plan.dtype
-    buffers, parameters = layer._buffers, layer._parameters  # noqa: SLF001  # its own fast path
-    own = tuple(zip(layer._buffer_names, live.buffers, strict=True))  # noqa: SLF001  # its own fast path
     bias_shape = (outputs,)
     in_bytes, out_bytes = features * dtype.itemsize, outputs * dtype.itemsize
     names = [segment.path.name for segment in plan.segments]
@@ -145,7 +159,7 @@ def _make_anywhere(  # noqa: C901  # one flat list of conditions: each function 
             raise_broken_call(error, plan.backend, "linear", names[index])
         counts[index] += 1
         if type(found) is int and found:  # of another backend, whatever it returns
-            live.outlier_rows += found
+            weight.outlier_rows += found
         return out
 
     return fast

@@ -13,6 +13,7 @@ from q4core.machine.torch_state import (
     is_transformed,
     on_device,
     outside_inference,
+    require_outside_trace,
     without_casts,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "machine_facts",
     "on_device",
     "outside_inference",
+    "require_outside_trace",
     "without_casts",
 ]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
+from q4core.errors import LifecycleError
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -39,6 +41,13 @@ def is_plain_call() -> bool:
     """Return whether nothing records, transforms or casts the operations of torch that are called now."""
     modes = dispatch_modes() or function_modes() or casts() or is_recorded() or torch.compiler.is_compiling()
     return not (modes or is_transformed() or is_forward_mode())
+
+
+def require_outside_trace(what: str, hint: str) -> None:
+    """Raise a ``LifecycleError`` inside a trace or a CUDA-graph capture."""
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or is_recorded() or capturing:
+        raise LifecycleError(f"{what} inside a trace or a capture", hint=hint)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

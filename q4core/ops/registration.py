@@ -12,80 +12,24 @@ import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 
 from q4core.codec import dequantize
 from q4core.errors import PLUGIN_FAULTS, InputError
-from q4core.machine import on_device, outside_inference, without_casts
+from q4core.machine import on_device, without_casts
 from q4core.ops.call_check import check_buffers, check_linear_call, check_operand
-from q4core.selection.plan import find_plan, raise_broken_call
+from q4core.ops.imports import find_plan
+from q4core.ops.prepared_weight import weight_of_tag
+from q4core.selection.plan import raise_broken_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from q4core.backend import Prepared
-    from q4core.memory import MemoryDecision
+    from q4core.ops.prepared_weight import PreparedWeight
     from q4core.selection.plan import Plan, Shapes
-    from q4core.selection.result import Selection
 
 _CHUNK_BYTES = 16 << 20
-
-
-@attrs.define(eq=False, kw_only=True)
-class LiveLayer:
-    """A prepared and proven weight: what the op finds by the address of its tag, with what there is to tell of it.
-
-    Args:
-        plan: How it is called.
-        tensors: uint8 buffers: the backend's, then the source's where the backend has no export. ``buffers`` are these
-            and the tag; others are somebody else's (a functional call's).
-        selection: What was chosen, and why not the others.
-        memory: What became of each of them under the unified-memory policy; empty under DISABLED.
-        source_bytes: Bytes of the source kept alive beside the prepared ones; 0 where the backend can export.
-    """
-
-    plan: Plan
-    tensors: tuple[torch.Tensor, ...]
-    selection: Selection
-    memory: tuple[MemoryDecision, ...] = ()
-    source_bytes: int = 0
-    buffers: tuple[torch.Tensor, ...] = attrs.field(init=False)
-    address: int = attrs.field(init=False)
-    device: torch.device = attrs.field(init=False)
-    prepared: Prepared = attrs.field(init=False)
-    """The backend's own view of the buffers."""
-    counts: list[int] = attrs.field(init=False)
-    """Calls by segment of M."""
-    outlier_rows: int = attrs.field(init=False, default=0)
-    """Rows of x that had outliers."""
-    input_memory: dict[str, int] = attrs.field(init=False, factory=dict)
-    """Calls by what became of x under the unified-memory policy."""
-
-    def __attrs_post_init__(self) -> None:
-        """Make the tag, and ask the buffers once for what a call needs to know."""
-        self.device = self.tensors[0].device
-        with outside_inference():
-            tag = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        if all(tensor.is_shared() for tensor in self.tensors):
-            tag.share_memory_()  # so that all of a shared layer is shared
-        self.buffers, self.address = (*self.tensors, tag), tag.data_ptr()
-        self.prepared = self.plan.prepared(self.tensors)
-        self.counts = [0] * len(self.plan.segments)
-
-
-_LIVE: dict[int, LiveLayer] = {}
-
-
-def register_layer(layer: LiveLayer) -> None:
-    """Let the op find a layer by its tag."""
-    _LIVE[layer.address] = layer
-
-
-def forget_layer(layer: LiveLayer) -> None:
-    """Undo ``register_layer``, unless the address has a new owner."""
-    if _LIVE.get(layer.address) is layer:
-        del _LIVE[layer.address]
 
 
 def _run_plan(
@@ -150,12 +94,12 @@ LIBRARY.define("linear_input_grad(Tensor grad, Tensor[] buffers, str plan) -> Te
 LIBRARY.define("linear_exact(Tensor x, Tensor[] buffers, str plan) -> Tensor")
 
 
-def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device, Prepared, LiveLayer | None]:
+def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device, Prepared, PreparedWeight | None]:
     """Return the plan of a call, where its buffers are, the backend's view of them, and the layer with their tag.
 
     Buffers that are not that layer's own are checked.
     """
-    live = _LIVE.get(buffers[-1].data_ptr()) if buffers else None
+    live = weight_of_tag(buffers[-1]) if buffers else None
     if live is not None and live.plan.key == key:
         if len(buffers) == len(live.buffers) and all(map(operator.is_, buffers, live.buffers)):
             return live.plan, live.device, live.prepared, live

@@ -20,12 +20,12 @@ from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.diagnostics.events import emit, muted, parse_log, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name, counted
 from q4core.formats import FLOATS, cat_stored
-from q4core.layers.preparation import emit_selection
 from q4core.machine import is_plain_call, on_device, outside_inference
 from q4core.plugins.discovery import plugin_of_command
 from q4core.schema import MARKER as DIALECT_KEY
 from q4core.schema import find_dialect
 from q4core.selection.cache import resolve_device
+from q4core.selection.result import emit_selection
 
 __all__ = [
     "DIALECT_KEY",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _FEW_ELEMENTS, _FEW_ROWS = 1 << 15, (16, 128)
-"""Out-features of an adopted weight that are compared: torch decodes so many elements in one thread, without a wait."""
+"""Out-features of an imported weight that are compared: torch decodes so many in one thread, without a wait."""
 
 
 def can_export(backend: Backend) -> bool:
@@ -63,7 +63,7 @@ class Trial:
     def _known(self, request: Request, path: KernelPath | None, rows: list[int]) -> ProbeResult | None:
         return self._results.result(self._backend.name, path, request, rows)
 
-    def prepare(self, context: PrepareContext) -> Prepared | tuple[Reason, ...]:
+    def convert(self, context: PrepareContext) -> Prepared | tuple[Reason, ...]:
         """Let the backend prepare the weight; what it refuses or what goes wrong there are reasons to ask the next one.
 
         Raises:
@@ -151,7 +151,7 @@ class Trial:
         return is_right
 
 
-def prove_adopted(results: ProbeResults, selection: Selection, backend: Backend, prepared: Prepared) -> bool:
+def prove_imported(results: ProbeResults, selection: Selection, backend: Backend, prepared: Prepared) -> bool:
     """Probe what another process has prepared and proven, the first of its kind here; return whether it is right.
 
     Its source is what the backend exports, of 16 to 128 out-features. Each path runs with the fewest rows that it

@@ -160,21 +160,23 @@ def raise_broken_call(error: BaseException, backend: Backend, method: str, path:
     ) from error
 
 
-_plans: dict[str, Plan] = {}
-"""Every plan made so far, one per kind of layer; kept, because a compiled graph or a pending backward may name it."""
+PLANS: dict[str, Plan] = {}
+"""Every plan made so far, one per kind of layer; never dropped: a compiled graph or a pending backward may name it."""
 _lock = threading.Lock()
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913  # one argument per fact
     selection: Selection,
     backend: Backend,
     prepared: Prepared,
-    source: PackedWeight | None,
+    spec: WeightSpec,
+    source: PackedWeight | None = None,
     layouts: Layouts | None = None,
 ) -> Plan:
     """Return the plan for a prepared weight, the same object for equal facts.
 
-    ``source`` is the weight's where there is no export; ``layouts`` are the tensors' own unless told.
+    ``spec`` is the canonical weight's; ``source`` is the weight where there is no export; ``layouts`` default to the
+    tensors' own.
     """
     tensors = [*prepared.tensors, *([] if source is None else (tensor for _, tensor in source.tensors()))]
     kept = [as_bytes(tensor.detach()) for tensor in tensors]
@@ -193,17 +195,17 @@ def make_plan(
     }
     told = repr((f"{kind.__module__}.{kind.__qualname__}", backend.api_version, request.format.name, facts))
     stem = f"{backend.name}/{hashlib.sha256(told.encode()).hexdigest()[:16]}"
-    text = "" if source is not None else _portable(selection, backend, facts)
+    text = "" if source is not None else _portable(selection, backend, facts, spec)
     with _lock:
         for number in itertools.count(1):  # above 1 over other instances of the backend (other registries')
             key = f"{stem if number == 1 else f'{stem}#{number}'}{text}"
-            plan = _plans.setdefault(key, Plan(key=key, backend=backend, **facts))
+            plan = PLANS.setdefault(key, Plan(key=key, backend=backend, **facts))
             if plan.backend is backend and plan.meta == prepared.meta:
                 break
     return plan
 
 
-def _portable(selection: Selection, backend: Backend, facts: dict[str, Any]) -> str:
+def _portable(selection: Selection, backend: Backend, facts: dict[str, Any], spec: WeightSpec) -> str:
     """Return what another process makes the plan of, as JSON after a space; nothing where the backend can't describe.
 
     Raises:
@@ -212,11 +214,15 @@ def _portable(selection: Selection, backend: Backend, facts: dict[str, Any]) -> 
     describe: Any = getattr(backend, "describe", None)  # optional method of the contract
     if not callable(describe):
         return ""
-    request = selection.backend_request
+    request = selection.request
     portable = {
         "backend": backend.name,
-        "dtype": _name(facts["dtype"]),
-        "dtypes": [_name(dtype) for dtype in facts["dtypes"]],
+        "spec": json.loads(spec.to_json()),
+        "features": sorted(feature.value for feature in request.features),
+        "scale_dtype": name_of(request.scale_dtype),
+        "second_dtype": request.second_dtype and name_of(request.second_dtype),
+        "dtype": name_of(facts["dtype"]),
+        "dtypes": [name_of(dtype) for dtype in facts["dtypes"]],
         "layouts": facts["layouts"],
         "out_features": facts["out_features"],
         "in_features": facts["in_features"],
@@ -233,8 +239,21 @@ def _portable(selection: Selection, backend: Backend, facts: dict[str, Any]) -> 
         raise_broken_call(error, backend, "describe")
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name in torch."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return a dtype by its name in torch.
+
+    Raises:
+        TypeError, AttributeError: There is none of that name.
+    """
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
 
 
 def _plain(segments: Sequence[Segment]) -> list[tuple[int, int | None, str]]:
@@ -269,15 +288,14 @@ def shapes_of(key: str) -> Shapes:
     Raises:
         LifecycleError: There is no such plan, and the name does not tell them.
     """
-    plan = _plans.get(key)
+    plan = PLANS.get(key)
     if plan is not None:
         return plan
     try:
         facts = portable_facts(key)
-        dtype = torch.zeros(0, dtype=getattr(torch, facts["dtype"])).dtype
         layouts = tuple((tuple(map(int, shape)), tuple(map(int, stride))) for shape, stride in facts["layouts"])
         sizes = {name: int(facts[name]) for name in ("out_features", "in_features")}
-        return Shapes(layouts=layouts, dtype=dtype, **sizes)
+        return Shapes(layouts=layouts, dtype=dtype_of(facts["dtype"]), **sizes)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(key) from error
 
@@ -286,24 +304,3 @@ def damaged(key: str) -> LifecycleError:
     """Return the error for a plan whose name is not as it was written."""
     what = f"the plan {short_name(key)!r} of this exported program is damaged"
     return LifecycleError(what, hint="Export the program again.", plan=key)
-
-
-def find_plan(key: str, buffers: Sequence[torch.Tensor]) -> Plan:
-    """Return a plan by its name, made anew from that and a layer's checked buffers where this process has none.
-
-    Raises:
-        LifecycleError, BackendError, ConfigError: It can't be had here; see ``take_up_plan``.
-    """
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans.setdefault(key, _take_up[0](key, buffers))
-    return plan
-
-
-_take_up: list[Callable[[str, Sequence[torch.Tensor]], Plan]] = []
-"""``take_up_plan``, which selects and probes and so stands in a room above."""
-
-
-def let_take_up(function: Callable[[str, Sequence[torch.Tensor]], Plan]) -> None:
-    """Say what makes the plan of a program that another process exported."""
-    _take_up[:] = [function]

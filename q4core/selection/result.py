@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import attrs
+
+from q4core.diagnostics.events import emit, warn_once
+from q4core.errors import Q4FallbackWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -134,3 +138,30 @@ def _plain_segment(segment: Segment) -> dict[str, Any]:
         "tier": int(path.tier),
         "interpreted": path.interpreted,
     }
+
+
+def emit_selection(selection: Selection, name: str | None, format_: str) -> None:
+    """Send which backend and paths run a weight as events."""
+    reason = selection.fallback_reason
+    emit(
+        "q4.select",
+        level=logging.INFO,
+        layer=name,
+        format=format_,
+        backend=selection.backend,
+        paths=[path.name for path in selection.paths],
+        compute_path=selection.compute_path.value,
+        native_load_state=selection.native_state,
+        proven=selection.proven,
+        fallback_reason=reason,
+        rejections=[str(item) for item in selection.rejections],
+    )
+    if reason is not None:
+        emit("q4.fallback", level=logging.WARNING, layer=name, backend=selection.backend, reason=reason)
+
+
+def report_selection(selection: Selection, name: str | None, format_: str) -> None:
+    """Send which backend and paths run a weight as events, and warn once of a fallback."""
+    emit_selection(selection, name, format_)
+    if (reason := selection.fallback_reason) is not None:
+        warn_once((format_, reason), Q4FallbackWarning, f"{format_}: {reason}")

@@ -15,10 +15,9 @@ from q4core.diagnostics.events import bound
 from q4core.errors import ConfigError, InputError, LifecycleError, counted
 from q4core.extension import records_of
 from q4core.formats import FLOATS
-from q4core.layers.adoption import adopted_content
 from q4core.layers.diagnosis import Report
-from q4core.layers.linear import Q4Linear
-from q4core.layers.prepared_module import require_weight
+from q4core.layers.linear import Q4Linear, require_weight
+from q4core.ops.imports import export_weight, import_weight
 from q4core.plugins.registry import Registry, default_registry
 from q4core.policy import SessionConfig, resolve_config
 from q4core.selection.cache import apply_config, select_for
@@ -91,7 +90,7 @@ class Session:
             LifecycleError: The session is closed.
             InputError: ``weight`` is no ``PackedWeight``, or the bias does not fit.
             BackendUnavailableError, PolicyConflictError, UnknownBackendError, WeightError, UnifiedMemoryError: See
-                ``prepare_layer``.
+                ``prepare_weight``.
         """
         self._require_open()
         require_weight("session.linear", weight)
@@ -231,6 +230,22 @@ def select(request: Request, config: SessionConfig | None = None, *, registry: R
     return select_for(apply_config(request, resolved), resolved, registry or default_registry())
 
 
+def export_prepared(layer: Q4Linear) -> tuple[dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Return a prepared layer, without its bias, as what ``adopt_prepared`` takes in this process or another one.
+
+    Args:
+        layer: A prepared layer.
+
+    Returns:
+        What JSON holds of it, and the backend's tensors: the layer's own memory, contiguous, not to be written to.
+
+    Raises:
+        LifecycleError: The layer is closed or waits for its weight, its backend lacks ``describe``, ``meta_from`` or
+            ``export``, or its tensors are not contiguous (views of a mapped file).
+    """
+    return export_weight(layer._require_ready(), layer.name)  # noqa: SLF001  # of the core
+
+
 def adopt_prepared(
     header: Mapping[str, Any],
     tensors: Sequence[torch.Tensor],
@@ -241,7 +256,7 @@ def adopt_prepared(
 ) -> Q4Linear:
     """Return a layer over tensors that another process prepared, as they are: nothing is copied or prepared.
 
-    It is selected as any weight is, and taken up only where the same backend serves it by the same paths and layout.
+    It is selected as any weight is, and reused only where the same backend runs it by the same paths and layout.
     The first of its kind in this process is probed on its own values. Their meaning is the caller's to vouch for:
     tensors that hold other bytes than were exported give other numbers.
 
@@ -249,9 +264,9 @@ def adopt_prepared(
         header: From ``export_prepared``, possibly by way of JSON.
         tensors: The tensors, of the same dtypes and shapes, contiguous and aligned to 64 bytes; never written to, so
             they may be a mapped file or shared memory. On another device than the session's they are copied there.
-        session: Whose layer it becomes; the default session unless told.
+        session: Whose layer it becomes; defaults to the default session.
         bias: [N] or None.
-        name: For messages and reports; the header's unless told.
+        name: For messages and reports; default to the header's name.
 
     Raises:
         LifecycleError: The session is closed, or asks for something else than was prepared; the header is malformed, of
@@ -263,8 +278,8 @@ def adopt_prepared(
     owner._require_open()  # noqa: SLF001  # same module
     config = resolve_config(owner.config)
     with bound(session=owner.name):
-        content = adopted_content(header, tensors, config, owner.registry)
-        layer = Q4Linear.of_content(content, bias, registry=owner._registry, name=name)  # noqa: SLF001  # same module
+        weight = import_weight(header, tensors, config, owner.registry)
+        layer = Q4Linear.of_prepared(weight, bias, registry=owner._registry, name=name)  # noqa: SLF001  # same module
     return owner._own(layer)  # noqa: SLF001  # same module
 
 

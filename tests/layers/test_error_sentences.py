@@ -54,7 +54,7 @@ def _unknown_plan() -> None:
 def _placed_in_a_graph() -> None:
     layer = _session().linear(_weight())
     config = q4.SessionConfig(unified_memory=q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED)
-    layer._content = attrs.evolve(layer._content, config=config)
+    layer._weight = attrs.evolve(layer._weight, config=config)
     torch.jit.trace(layer, torch.zeros(1, K))
 
 

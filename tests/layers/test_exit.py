@@ -11,9 +11,9 @@ SCRIPT = """
 import sys
 import torch
 import q4core as q4
-from q4core.layers import prepared_module
+from q4core.layers import linear
 
-sys.kept = prepared_module  # whose names Python takes away at exit, as something holds it
+sys.kept = linear  # whose names Python takes away at exit, as something holds it
 torch.kept = q4.Q4Linear(q4.quantize(torch.ones(4, 64), "nf4"))  # taken away later: torch was imported before
 """
 

@@ -154,7 +154,7 @@ def test_a_layer_on_the_meta_device_forgets_what_it_was() -> None:
     layer(X)
     layer.to("meta")
     assert (layer._fast, layer._plan_key, layer._is_managed) == (None, "", False)
-    assert layer._content.prepared is None
+    assert not layer.is_prepared
 
 
 def test_a_closed_layer_is_not_pickled() -> None:

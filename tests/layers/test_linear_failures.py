@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.layers import prepared_module
+from q4core.layers import linear
 from tests.support.fakes import KERNEL_PATH, FakeBackend, plugin, registry
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def test_a_layer_that_is_being_closed_is_closed(use: Callable[[Any], object], mo
             use(layer)
         told.append(str(caught.value))
 
-    monkeypatch.setattr(prepared_module, "forget_layer", meanwhile)
+    monkeypatch.setattr(linear, "forget_weight", meanwhile)
     layer.close()
     assert len(told) == 1
     assert "closed" in told[0]
@@ -328,8 +328,8 @@ def test_a_layer_under_prefer_unified_compiles() -> None:
     """A graph leaves activations where they are, as PREFER_UNIFIED says; REQUIRE_UNIFIED is refused by name."""
     layer = _layer(unified_memory=q4.UnifiedMemoryPolicy.PREFER_UNIFIED)
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(X), layer(X))
-    config = attrs.evolve(layer._content.config, unified_memory=q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED)
-    layer._content = attrs.evolve(layer._content, config=config)
+    config = attrs.evolve(layer._weight.config, unified_memory=q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED)
+    layer._weight = attrs.evolve(layer._weight, config=config)
     for fullgraph in (True, False):
         with pytest.raises(Exception, match="can't place activations, as REQUIRE_UNIFIED asks"):
             torch.compile(layer, fullgraph=fullgraph, backend="eager")(torch.ones(5, K))

@@ -76,9 +76,9 @@ def test_other_backend_prepares_anew(layer: q4.Q4Linear, caplog: pytest.LogCaptu
         assert torch.allclose(other(x), layer(x), rtol=0.05, atol=0.5)
         (told,) = [fields for event, fields in actor_events(caplog) if event == "prepared"]
         assert told["layer"] == "other"
-        assert "can't be taken up here" in told["why"]
+        assert "cannot reuse prepared layer" in told["why"]
         lone = share(layer, canonical=False)
-        with pytest.raises(q4.LifecycleError, match="can't be taken up here"):
+        with pytest.raises(q4.LifecycleError, match="cannot reuse prepared layer"):
             lone.layer(session)
         lone.close()
     weight.close()

@@ -117,22 +117,34 @@ def test_a_layer_that_is_not_prepared_is_not_exported() -> None:
             q4.export_prepared(item)
 
 
+def changed(**facts: Any) -> Any:
+    """Return a change of a header: its plan names other facts."""
+
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        name, _, text = header["plan"].partition(" ")
+        return {"plan": f"{name} {json.dumps(json.loads(text) | facts)}"}
+
+    return change
+
+
 HEADERS: dict[str, Any] = {
-    "another version": {"version": 2},
-    "another plan": {"plan": "cpu-native/0123456789abcdef"},
-    "a backend that is not there": {"backend": "elsewhere"},
-    "a backend that does not serve it here": {"backend": "dequant-fallback"},
-    "another layout": {"meta": {"layout": 0}},
-    "no layout": {"meta": None},
-    "another shape": {"tensors": [{"dtype": "uint8", "shape": [1]}]},
-    "no tensors": {"tensors": []},
-    "no dtype": {"dtype": "float33"},
-    "something of torch that is no dtype": {"dtype": "nn"},
-    "a feature that nobody knows": {"features": ["telepathy"]},
-    "rows that are none": {"m": [0, None]},
-    "half a range": {"m": [1]},
-    "no spec": {"spec": {}},
-    "notes that are none": {"notes": 3},
+    "another version": lambda _: {"version": 3},
+    "another plan": lambda header: {"plan": "cpu-native/0123456789abcdef " + header["plan"].partition(" ")[2]},
+    "a plan without facts": lambda header: {"plan": header["plan"].partition(" ")[0]},
+    "no plan": lambda _: {"plan": None},
+    "a backend that is not there": changed(backend="elsewhere"),
+    "a backend that does not serve it here": changed(backend="dequant-fallback"),
+    "another layout": changed(meta={"layout": 0}),
+    "no layout": changed(meta=None),
+    "another shape": lambda _: {"tensors": [{"dtype": "uint8", "shape": [1]}]},
+    "no tensors": lambda _: {"tensors": []},
+    "no dtype": changed(dtype="float33"),
+    "something of torch that is no dtype": changed(dtype="nn"),
+    "a feature that nobody knows": changed(features=["telepathy"]),
+    "rows that are none": changed(m=[0, None]),
+    "half a range": changed(m=[1]),
+    "no spec": changed(spec={}),
+    "notes that are none": lambda _: {"notes": 3},
 }
 
 
@@ -141,10 +153,20 @@ def test_a_header_that_does_not_fit_is_refused(damage: str) -> None:
     """Whatever is wrong with a header is one kind of error, which says what to do; the session keeps no layer."""
     header, tensors = told(made())
     session = q4.Session()
-    with pytest.raises(q4.LifecycleError, match="can't be taken up here") as caught:
-        q4.adopt_prepared({**header, **HEADERS[damage]}, tensors, session)
+    with pytest.raises(q4.LifecycleError, match="cannot reuse prepared layer") as caught:
+        q4.adopt_prepared({**header, **HEADERS[damage](header)}, tensors, session)
     assert "Prepare the layer from its weight" in str(caught.value)
     assert not session.layers()
+
+
+def test_a_backend_that_is_not_selected_here_is_named() -> None:
+    """The error says who prepared the layer, and who is selected here."""
+    header, tensors = told(made())
+    session = q4.Session(q4.SessionConfig(backend="dequant-fallback"))
+    prepared, selected = json.loads(header["plan"].partition(" ")[2])["backend"], "dequant-fallback"
+    pattern = f"prepared layer 'up': it was prepared by backend '{prepared}', but '{selected}' is selected here"
+    with pytest.raises(q4.LifecycleError, match=pattern):
+        q4.adopt_prepared(header, tensors, session)
 
 
 @pytest.mark.parametrize("key", sorted(told(made())[0]))
@@ -155,7 +177,7 @@ def test_a_header_without_a_part_is_refused_or_needs_it_not(key: str) -> None:
     if key in {"name", "dialect", "notes"}:
         assert q4.adopt_prepared(rest, tensors, q4.Session()).is_prepared
         return
-    with pytest.raises(q4.LifecycleError, match="can't be taken up here"):
+    with pytest.raises(q4.LifecycleError, match="cannot reuse prepared layer"):
         q4.adopt_prepared(rest, tensors, q4.Session())
 
 
@@ -181,7 +203,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 def test_another_session_asks_for_something_else(options: dict[str, Any]) -> None:
     """What was prepared for int8 activations of float32 serves no session that asks for anything else."""
     header, tensors = told(made(activation_precision="int8"))
-    with pytest.raises(q4.LifecycleError, match="can't be taken up here"):
+    with pytest.raises(q4.LifecycleError, match="cannot reuse prepared layer"):
         q4.adopt_prepared(header, tensors, q4.Session(q4.SessionConfig(**{"activation_precision": "int8"} | options)))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.layers import exported
+from q4core.ops import imports
 from tests.support.fakes import FakeBackend, registry
 from tests.support.limits import scaled
 
@@ -133,9 +133,10 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Call]:
 
     def move(*backends: Any, key: Callable[[str], str] = str) -> Call:
         layer = q4.Session(registry=registry(Describing())).linear(q4.quantize(torch.randn(N, K), "nf4"))
-        monkeypatch.setattr("q4core.selection.plan._plans", {})
+        for known in list(imports.PLANS):
+            monkeypatch.delitem(imports.PLANS, known)
         there = registry(*backends)
-        monkeypatch.setattr(exported, "default_registry", lambda: there)
+        monkeypatch.setattr(imports, "default_registry", lambda: there)
         x = torch.randn(5, K)  # no number of rows that is probed
         assert torch.equal(layer(x), layer(x))
         return x, [buffer.clone() for buffer in layer._own_buffers()], None, key(layer._plan_key), layer(x)
@@ -143,7 +144,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Call]:
     return move
 
 
-def test_a_plan_is_taken_up_once_and_proven(elsewhere: Callable[..., Call]) -> None:
+def test_a_plan_is_imported_once_and_proven(elsewhere: Callable[..., Call]) -> None:
     """The backend of the other process runs its self-probe, then the program; of one kind only the first time."""
     backend = Describing()
     *call, y = elsewhere(backend)
