@@ -24,7 +24,7 @@ from q4core.layers import preparation
 from q4core.ops import registration
 from q4core.plugins import registry
 from q4core.schema import detection, validation
-from q4core.selection import candidates, select
+from q4core.selection import candidates, result, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -268,19 +268,19 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "tells-no-rejection-in-the-event",
-            _replaced(preparation, "emit", _event_without("rejections")),
+            _replaced(result, "emit", _event_without("rejections")),
             f"TC-12/mix/{_NF4}",
             r"the event says rejections = \[\], not ",
         ),
         (
             "tells-no-path-in-the-event",
-            _replaced(preparation, "emit", _event_without("paths")),
+            _replaced(result, "emit", _event_without("paths")),
             f"TC-12/mix/{_NF4}",
             r"the event says paths = \[\], not ",
         ),
         (
             "tells-no-native-state-in-the-event",
-            _replaced(preparation, "emit", _event_without("native_load_state")),
+            _replaced(result, "emit", _event_without("native_load_state")),
             f"TC-12/mix/{_NF4}",
             "the event says native_load_state = '', not 'numpy'",
         ),
@@ -359,7 +359,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "breaks-the-graph",
-            _replaced(q4.Q4Linear, "_call", _breaks_graph),
+            _replaced(_LINEAR, "call_op", _breaks_graph),
             f"EX-07/compile/{_NF4}",
             r"^torch\.compile\(fullgraph=True\): ",
         ),
