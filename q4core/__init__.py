@@ -100,13 +100,10 @@ from q4core.schema import (
     Schema,
     TensorInfo,
     WrittenLayer,
-    detect,
-    detect_all,
-    detect_or_fail,
-    validate,
 )
 from q4core.selection.probe_results import ProbeResult
 from q4core.selection.result import Rejection, Selection
+from q4core.session.detecting import detect, detect_all, detect_or_fail, validate
 from q4core.session.functions import (
     dialects,
     open,  # noqa: A004  # the contract's name: q4.open(path)

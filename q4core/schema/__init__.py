@@ -5,10 +5,10 @@ file.
 """
 
 from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, TensorInfo, require_arguments
-from q4core.schema.detection import MARKER, Schema, catalogue_of, detect, detect_all, detect_in, take_dialects_from
+from q4core.schema.detection import MARKER, Schema, catalogue_of, countable, detect_in, readings
 from q4core.schema.dialect import Dialect, WrittenLayer, find_dialect
 from q4core.schema.simple_dialects import SIMPLE_DIALECTS, SimpleNf4, SimpleNvfp4
-from q4core.schema.validation import detect_or_fail, problems_error, validate, validate_in
+from q4core.schema.validation import problems_error, validate_in
 
 __all__ = [
     "MARKER",
@@ -23,14 +23,11 @@ __all__ = [
     "TensorInfo",
     "WrittenLayer",
     "catalogue_of",
-    "detect",
-    "detect_all",
+    "countable",
     "detect_in",
-    "detect_or_fail",
     "find_dialect",
     "problems_error",
+    "readings",
     "require_arguments",
-    "take_dialects_from",
-    "validate",
     "validate_in",
 ]

@@ -17,7 +17,7 @@ from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, as_dict, as
 from q4core.schema.dialect import Dialect, find_dialect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from q4core.schema.catalogue import TensorInfo
 
@@ -63,73 +63,16 @@ class Schema:
         return tuple(dict.fromkeys(layer.dialect for layer in self.layers.values()))
 
 
-def detect(  # noqa: PLR0913  # the contract's arguments
-    tensors: Mapping[str, Any],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    dialect: str | None = None,
-    load: Callable[[str], torch.Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-    dialects: Iterable[Dialect] | None = None,
-) -> Schema | None:
-    """Return what a mapping of names to tensors holds, or None where nothing in it is packed.
-
-    Layers may carry problems; ``validate`` and ``detect_or_fail`` say all of them, those of values too.
-
-    Args:
-        tensors: Name → tensor, meta tensor or ``TensorInfo``.
-        metadata: Header metadata (text by key).
-        config: The model's ``config.json``.
-        dialect: Name of the dialect to prefer wherever the keys allow several.
-        load: Loads a small side tensor by name; None takes them from the tensors that hold data.
-        options: Reader options by name, such as ``{"nibble_order": "low_first"}``.
-        dialects: The dialects to look for; None for the two simplified ones and the installed plugins'.
-
-    Raises:
-        DialectError: The dialect's name, or an option's, is unknown.
-        SchemaError, ConfigError: As ``Catalogue``.
-    """
-    catalogue, known = catalogue_of(tensors, dialects, metadata=metadata, config=config, load=load, options=options)
-    return detect_in(catalogue, known, dialect)
-
-
-def detect_all(  # noqa: PLR0913  # the contract's arguments
-    tensors: Mapping[str, Any],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    load: Callable[[str], torch.Tensor] | None = None,
-    options: Mapping[str, Any] | None = None,
-    dialects: Iterable[Dialect] | None = None,
-) -> tuple[LayerSchema, ...]:
-    """Return every reading of every layer; a module whose keys fit several dialects comes once for each.
-
-    Arguments and errors are those of ``detect``.
-    """
-    catalogue, known = catalogue_of(tensors, dialects, metadata=metadata, config=config, load=load, options=options)
-    return tuple(layer for group in readings(catalogue, known).values() for layer in _countable(group))
-
-
-_installed: Callable[[], Iterable[Dialect]] = tuple
-
-
-def take_dialects_from(installed: Callable[[], Iterable[Dialect]]) -> None:
-    """Ask a function for the dialects wherever none are given; whoever loads plugins says so."""
-    global _installed  # noqa: PLW0603  # one per process
-    _installed = installed
-
-
 def catalogue_of(
-    tensors: Mapping[str, Any], dialects: Iterable[Dialect] | None, **facts: Any
+    tensors: Mapping[str, Any], dialects: Iterable[Dialect], **facts: Any
 ) -> tuple[Catalogue, tuple[Dialect, ...]]:
-    """Return the catalogue of tensors, and the dialects to look for: those given, or the installed ones.
+    """Return the catalogue of tensors, and the dialects to look for.
 
     Raises:
         DialectError: No dialect has an option of that name.
         SchemaError, ConfigError: As ``Catalogue``, whose other arguments are the facts.
     """
-    known = tuple(_installed() if dialects is None else dialects)
+    known = tuple(dialects)
     catalogue = Catalogue(tensors, **facts)
     legal = sorted({name for dialect in known for name in dialect.options})
     for name in catalogue.options:
@@ -139,7 +82,7 @@ def catalogue_of(
 
 
 def detect_in(catalogue: Catalogue, dialects: Sequence[Dialect], wanted: str | None = None) -> Schema | None:
-    """Do what ``detect`` does, over a catalogue."""
+    """Do what ``q4core.detect`` does, over a catalogue."""
     if wanted is not None:
         find_dialect(wanted, dialects)
     found = readings(catalogue, dialects)
@@ -197,7 +140,7 @@ def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
         return []
 
 
-def _countable(candidates: Sequence[LayerSchema]) -> Sequence[LayerSchema]:
+def countable(candidates: Sequence[LayerSchema]) -> Sequence[LayerSchema]:
     """Return the readings that metadata or config.json name, if there are any, else all."""
     return [layer for layer in candidates if layer.named] or candidates
 
@@ -208,7 +151,7 @@ def choose(candidates: Sequence[LayerSchema], wanted: str | None, marked: str | 
         told = [layer for layer in candidates if name is not None and layer.dialect == name]
         if len(told) == 1:
             return told[0]
-    left = _countable(candidates)
+    left = countable(candidates)
     if len(left) == 1:
         return left[0]
     problem = Problem("ambiguous", left[0].module, AMBIGUOUS, " or ".join(layer.dialect for layer in left))

@@ -66,14 +66,6 @@ class Dialect(abc.ABC):
         del layer, role, catalogue
         return stored if stored.is_floating_point() else None
 
-    def recall(self, layer: LayerSchema, earlier: LayerSchema, catalogue: Catalogue) -> LayerSchema:
-        """Return a layer with what ``earlier`` knew from side tensors of which only metadata is at hand now.
-
-        ``earlier`` is what ``find`` gave for another catalogue, in which the same keys were this layer's.
-        """
-        del earlier, catalogue
-        return layer
-
     @abc.abstractmethod
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight of a layer without problems; tensors are used as they are (views of the file), not copied.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from q4core import checkpoint
-from q4core import schema as schemas
 from q4core.plugins.registry import default_registry
 from q4core.schema import SIMPLE_DIALECTS
 
@@ -105,6 +104,3 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
 
 def _plugin_states() -> dict[str, str]:
     return {record.name: record.state for record in default_registry().records()}
-
-
-schemas.take_dialects_from(dialects)

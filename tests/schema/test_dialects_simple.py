@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 
 import q4core as q4
-from q4core.schema import SIMPLE_DIALECTS, SimpleNf4, SimpleNvfp4, detect, detect_or_fail
+from q4core import detect, detect_or_fail
+from q4core.schema import SIMPLE_DIALECTS, SimpleNf4, SimpleNvfp4
 
 NF4 = torch.tensor(q4.BUILTIN_FORMATS["nf4"].codebook)
 FP4 = torch.tensor(q4.BUILTIN_FORMATS["fp4"].codebook)

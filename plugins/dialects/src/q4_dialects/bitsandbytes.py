@@ -172,17 +172,6 @@ class BitsAndBytes(Dialect):
             yield from self.expect(catalogue, keys["nested_scale"], dtypes={torch.float32}, shape=(nested_blocks,))
         yield from self.expect(catalogue, keys.get("nested_codebook"), dtypes={torch.float32}, shape=(256,))
 
-    def recall(self, layer: LayerSchema, earlier: LayerSchema, catalogue: Catalogue) -> LayerSchema:
-        """Return a layer with what its JSON text said earlier, where the text is there, but can't be read now."""
-        extras = dict(layer.extras)
-        key = layer.keys["quant_state"]
-        is_told = extras["state"] is not None or key not in catalogue or any(p.key == key for p in layer.problems)
-        state: State | None = dict(earlier.extras)["state"]
-        if is_told or state is None:
-            return layer
-        extras["state"] = state
-        return attrs.evolve(layer, shape=earlier.shape, block_size=earlier.block_size, extras=tuple(extras.items()))
-
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight; blocks that do not straddle rows are stored by row.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import attrs
 import torch
 
 from q4_dialects.compressed_tensors import CACHE_SCALES, config_entry, transform_problems
@@ -123,13 +122,6 @@ class CompressedTensorsInt4(Dialect):
                 yield Problem("shape", keys["scale"], f"[N, G] with G a divisor of K = {shape[1]}", list(scale.shape))
         words = None if rows is None else -(-rows // _IN_WORD)
         yield from self.expect(catalogue, keys.get("zero"), dtypes={torch.int32}, shape=(words, groups))
-
-    def recall(self, layer: LayerSchema, earlier: LayerSchema, catalogue: Catalogue) -> LayerSchema:
-        """Return a layer with the shape that the earlier one read, where only metadata is at hand."""
-        scale = catalogue.get(layer.keys["scale"])
-        if layer.shape is not None or earlier.shape is None or scale is None:
-            return layer
-        return attrs.evolve(layer, shape=earlier.shape, block_size=_block_size(earlier.shape[1], scale.shape))
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight, codes and scales as views; zero points are unpacked to a byte each."""
