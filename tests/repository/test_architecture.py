@@ -173,6 +173,15 @@ def test_tests_import_private_modules_of_their_own_room() -> None:
     assert found == OUT_OF_ROOM
 
 
+def test_every_folder_of_peers_is_run() -> None:
+    """`nox -s tests` collects no folder ``peers``; `nox -s peers` runs all of them, and their tests have its marker."""
+    files = [file for place in ("tests", "plugins", "conformance") for file in (ROOT / place).rglob("peers/test_*.py")]
+    session = re.search(r"^PEERS = (\[.*?\])", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE)
+    assert session is not None
+    assert {*ast.literal_eval(session[1])} == {str(file.parent.relative_to(ROOT)) for file in files}
+    assert [str(file) for file in files if "pytest.mark.peer" not in file.read_text(encoding="utf-8")] == []
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_imports_no_other_plugin(package: str) -> None:
     """A plugin imports no other plugin, but for those made to be built upon; the kit imports none at all."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers")]
 
-BUILD = Path(__file__).parents[2] / "build"
+BUILD = Path(__file__).parents[4] / "build"
 FEW = (
     "llama", "gemma3_text", "mixtral", "gpt_oss", "granitemoe", "gpt2", "bloom", "mamba", "rwkv", "wavlm", "t5", "vit",
     "clip", "mobilebert", "neomme",

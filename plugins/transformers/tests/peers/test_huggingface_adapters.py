@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "int4", "q4_0", "q4_1", "q8_0")
 IDS = (torch.arange(48).reshape(4, 12) * 7) % 64
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers")]
 
-MODELS = Path(__file__).parents[2] / "conformance/src/q4_conformance/golden/models"
+MODELS = Path(__file__).parents[4] / "conformance/src/q4_conformance/golden/models"
 SAVES_NVFP4 = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 8)
 """Whether transformers can read the NVFP4 that it saves by torchao: 5.0 and 5.4 can't."""
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -399,7 +399,7 @@ def test_memory(tmp_path: Path) -> None:
 
 def test_page(tmp_path: Path) -> None:
     """What docs/huggingface.md shows runs, one snippet after the other; those of adapters are tested beside PEFT."""
-    page = (Path(__file__).parents[2] / "docs/huggingface.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs/huggingface.md").read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert len(snippets) == 5
     save_by_q4(tmp_path / "packed", "bitsandbytes", "nf4")

@@ -1,0 +1,5 @@
+"""Fixtures of the tests beside transformers, which run in the environment of `nox -s peers`."""
+
+from tests.support.peers import eager, peer, portable, quiet_transformers
+
+__all__ = ["eager", "peer", "portable", "quiet_transformers"]
