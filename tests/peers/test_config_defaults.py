@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import q4core as q4
-from q4_lm import TransformerConfig, load_model
+from q4_lm import TransformerConfig, config_from_hf, load_model
 from q4_lm.models.hf_defaults import DEFAULTS
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def resolved(told: dict[str, Any]) -> dict[str, Any]:
 def read(told: dict[str, Any]) -> TransformerConfig | str:
     """Return the config that is read, or the name of what is refused."""
     try:
-        return TransformerConfig.from_hf(told)
+        return config_from_hf(told)
     except q4.CheckpointError as error:
         return str(error.name)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from q4_lm import TransformerConfig, TransformerDecoder, TransformerEncoder
+from q4_lm import TransformerDecoder, TransformerEncoder, config_from_hf, config_to_hf
 from q4_lm.models.hf_names import from_hf_name, fused_parts, to_hf_name
 
 pytestmark = pytest.mark.peer
@@ -64,7 +64,7 @@ def pair(name: str) -> tuple[Any, Any, Any]:
         for parameter in theirs.parameters():  # far from where initialisation leaves norms and biases
             parameter.add_(0.2 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(3)
     told = json.loads(config.to_json_string())
-    read = TransformerConfig.from_hf(told)
+    read = config_from_hf(told)
     ours = (TransformerDecoder if read.causal else TransformerEncoder)(read).eval()
     state: dict[str, torch.Tensor] = {}
     for key, value in theirs.state_dict().items():
@@ -125,8 +125,8 @@ def test_features() -> None:
 def test_names_and_configs_go_both_ways(name: str) -> None:
     """A config told as transformers would is read as the same config; every name goes there and back."""
     theirs, ours, told = pair(name)
-    again = ours.config.to_hf(told["model_type"])
-    assert TransformerConfig.from_hf(again) == TransformerConfig.from_hf(told)
+    again = config_to_hf(ours.config, told["model_type"])
+    assert config_from_hf(again) == config_from_hf(told)
     assert type(theirs.config).from_dict(again).num_hidden_layers == 4
     names = [*ours.state_dict()]
     assert [from_hf_name(to_hf_name(key, ours.config), ours.config) for key in names] == names

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_lm import LanguageModel, TransformerConfig, build_transformer, load_model
+from q4_lm import LanguageModel, build_transformer, config_from_gguf, config_from_hf, config_to_hf, load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ def write(path: Path, arch: str, **changes: Any) -> Any:
     """Write a random decoder as a family's GGUF file, with a vocabulary of pieces, and return the decoder."""
     torch.manual_seed(0)
     told = {**SIZES, **FAMILIES.get(arch, FAMILIES["qwen3"])}
-    decoder: Any = build_transformer(TransformerConfig.from_hf(told)).eval()
+    decoder: Any = build_transformer(config_from_hf(told)).eval()
     writer = gguf.GGUFWriter(path, arch)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"<{number}>" for number in range(40)])
@@ -116,7 +116,7 @@ def test_family(arch: str, tmp_path: Path) -> None:
     same = {name: value for name, value in found.config.to_dict().items() if name != "norm"}
     assert same == {name: value for name, value in expected.config.to_dict().items() if name in same}
     assert found.config.windows == {"qwen3": (None,) * 6, "gemma3": (5,) * 5 + (None,), "phi3": (9,) * 6}[arch]
-    assert TransformerConfig.from_gguf(tmp_path / "model.gguf") == found.config
+    assert config_from_gguf(tmp_path / "model.gguf") == found.config
     with pytest.raises(q4.CheckpointError, match=r"tokenizer\.ggml"):
         LanguageModel.open(tmp_path / "model.gguf", EXACT)
 
@@ -125,11 +125,11 @@ def test_a_config_from_a_folder(tmp_path: Path) -> None:
     """A folder's config is that of its values, goes back to such, and is an error where there is none."""
     told = {**SIZES, **FAMILIES["qwen3"]}
     (tmp_path / "config.json").write_text(json.dumps(told), encoding="utf-8")
-    config = TransformerConfig.from_hf(tmp_path)
-    assert config == TransformerConfig.from_hf(told)
-    assert TransformerConfig.from_hf(config.to_hf("qwen3")) == config
+    config = config_from_hf(tmp_path)
+    assert config == config_from_hf(told)
+    assert config_from_hf(config_to_hf(config, "qwen3")) == config
     with pytest.raises(q4.CheckpointError, match=r"config\.json"):
-        TransformerConfig.from_hf(tmp_path / "nothing")
+        config_from_hf(tmp_path / "nothing")
 
 
 def test_unknown_family(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_norms_that_a_kind_always_has(lost: str | tuple[str, ...], tmp_path: Pat
         load_model(path, session)
 
 
-@pytest.mark.parametrize("opened", [load_model, LanguageModel.open, TransformerConfig.from_gguf])
+@pytest.mark.parametrize("opened", [load_model, LanguageModel.open, config_from_gguf])
 def test_one_part_of_a_split_model(opened: Callable[..., Any], tmp_path: Path) -> None:
     """One part of a split file is refused however it is opened, by what to do with it."""
     write(tmp_path / "model-00001-of-00002.gguf", "qwen3")

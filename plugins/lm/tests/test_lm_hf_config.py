@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import q4core as q4
-from q4_lm import TransformerConfig
+from q4_lm import TransformerConfig, config_from_hf
 from q4_nn import RopeScaling
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 50}
@@ -19,7 +19,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0]
 
 def read(kind: str, **told: Any) -> TransformerConfig:
     """Return the config of a kind of model with small sizes."""
-    return TransformerConfig.from_hf({"model_type": kind, **TINY, "num_key_value_heads": 2, **told})
+    return config_from_hf({"model_type": kind, **TINY, "num_key_value_heads": 2, **told})
 
 
 def test_absent_keys_have_the_kinds_own_defaults() -> None:
@@ -51,7 +51,7 @@ def test_a_key_that_a_kind_does_not_read_changes_nothing() -> None:
 def test_the_text_part_of_a_model() -> None:
     """A text part is of the kind that its model has; whether the head is tied the model says first."""
     told = {"model_type": "gemma3", "tie_word_embeddings": False, "text_config": {**TINY, "num_key_value_heads": 2}}
-    config = TransformerConfig.from_hf(told)
+    config = config_from_hf(told)
     assert config == read("gemma3_text", tie_word_embeddings=False)
 
 

@@ -10,8 +10,9 @@ from q4_lm.generation.run import Generation, StopReason
 from q4_lm.generation.sampling import Sampler
 from q4_lm.generation.sentence_encoder import SentenceEncoder
 from q4_lm.generation.stream import TextStream
-from q4_lm.models.architecture import Architecture, architectures, build_decoder
+from q4_lm.models.architecture import Architecture, architectures, build_decoder, config_from_gguf
 from q4_lm.models.config import TransformerConfig
+from q4_lm.models.hf_config import config_from_hf, config_to_hf
 from q4_lm.models.load import Names
 from q4_lm.models.metadata import Metadata
 from q4_lm.models.saved import load_model, save_model
@@ -41,6 +42,9 @@ __all__ = [
     "build_decoder",
     "build_tokenizer",
     "build_transformer",
+    "config_from_gguf",
+    "config_from_hf",
+    "config_to_hf",
     "generate_batch",
     "load_model",
     "measure_perplexity",

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import modeling_gguf_pytorch_utils as tables
 
 import q4core as q4
-from q4_lm import TransformerConfig
+from q4_lm import config_from_gguf, config_to_hf
 from q4_transformers.places import Place, fitting_problem, raise_unfit
 from q4core import CheckpointError, ConfigError, PackedWeight, Problem
 
@@ -133,7 +133,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
     if _TURNED in checkpoint.dense:
         shape = list(checkpoint.dense.infos[_TURNED].shape)
         _refuse(where, _TURNED, "absent, as transformers passes over it", shape)
-    own = TransformerConfig.from_gguf(checkpoint.path)
+    own = config_from_gguf(checkpoint.path)
     if architecture == "gemma3":  # whose norms lose the 1 that the file adds, as transformers adds it
         own = attrs.evolve(own, norm="offset_rms", attention_scale=own.attention_scale or own.head_dim**-0.5)
     if own.rope_dim != own.head_dim and architecture != "phi3":
@@ -141,7 +141,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
         _refuse(where, key, rule, own.rope_dim)
     kind = "mistral" if architecture == "llama" and own.sliding_layers else _KINDS[architecture]
     try:
-        told = own.to_hf(kind)
+        told = config_to_hf(own, kind)
     except ConfigError as error:
         _refuse(where, "header", str(error.rule), kind)
     if kind == "phi3":

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import attrs
 import torch
 
 from q4_lm.models.load import load_weights_
+from q4_lm.models.metadata import Metadata
 from q4_lm.models.transformer import TransformerDecoder
 from q4core import CheckpointError, default_registry
+from q4core import open as open_checkpoint
 from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
@@ -17,10 +20,9 @@ if TYPE_CHECKING:
 
     from q4_lm.models.config import TransformerConfig
     from q4_lm.models.load import Names
-    from q4_lm.models.metadata import Metadata
     from q4core import Checkpoint, Session
 
-__all__ = ["Architecture", "architectures", "build_decoder", "find_architecture"]
+__all__ = ["Architecture", "architectures", "build_decoder", "config_from_gguf", "find_architecture"]
 
 
 def _nothing(*_: object) -> None:
@@ -66,6 +68,17 @@ def find_architecture(metadata: Metadata) -> Architecture:
         hint = f"Did you mean {close!r}?" if close else "A plugin can bring it, by the hook q4_architectures."
         metadata.fail("general.architecture", f"one of {', '.join(sorted(known))}", name, hint)
     return known[name]
+
+
+def config_from_gguf(path: str | os.PathLike[str]) -> TransformerConfig:
+    """Return the config of a GGUF file's model; only its header is read.
+
+    Raises:
+        CheckpointError: The file is malformed, or holds a model that is not served.
+    """
+    with open_checkpoint(path) as checkpoint:
+        metadata = Metadata(checkpoint.metadata, os.fspath(path))
+        return find_architecture(metadata).config(checkpoint, metadata)
 
 
 def build_decoder(checkpoint: Checkpoint, session: Session, metadata: Metadata) -> TransformerDecoder:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -12,7 +9,6 @@ import attrs
 from q4_nn.blocks.feed_forward import ACTIVATIONS
 from q4_nn.blocks.rotary import RopeScaling
 from q4core import ConfigError
-from q4core import open as open_checkpoint
 from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
@@ -163,50 +159,6 @@ class TransformerConfig:
             plain_scaling = attrs.asdict(RopeScaling())
             found["rope_scaling"] = {name: item for name, item in scaling.items() if item != plain_scaling[name]}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
-
-    @classmethod
-    def from_gguf(cls, path: str | os.PathLike[str]) -> TransformerConfig:
-        """Return the config of a GGUF file's model; only its header is read.
-
-        Raises:
-            CheckpointError: The file is malformed, or holds a model that is not served.
-        """
-        from q4_lm.models.architecture import find_architecture  # noqa: PLC0415  # which builds models of configs
-        from q4_lm.models.metadata import Metadata  # noqa: PLC0415  # as above
-
-        with open_checkpoint(path) as checkpoint:
-            metadata = Metadata(checkpoint.metadata, os.fspath(path))
-            return find_architecture(metadata).config(checkpoint, metadata)
-
-    @classmethod
-    def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> TransformerConfig:
-        """Return the config of a Hugging Face model.
-
-        Args:
-            source: Its folder, or what its ``config.json`` holds; of a model with a ``text_config``, that part is read.
-
-        Raises:
-            CheckpointError: There is no such file, the kind of model is not known, or it asks for what is not computed
-                here.
-        """
-        from q4_lm.models.hf_config import config_from_hf, read_config  # noqa: PLC0415  # which make configs
-
-        if isinstance(source, Mapping):
-            return config_from_hf(source)
-        return read_config(Path(source))
-
-    def to_hf(self, model_type: str = "llama") -> dict[str, Any]:
-        """Return a ``config.json`` for the model, of a kind that computes the same.
-
-        Args:
-            model_type: One of the decoders' names, or ``bert``.
-
-        Raises:
-            ConfigError: The kind does not compute what the config says.
-        """
-        from q4_lm.models.hf_config import config_to_hf  # noqa: PLC0415  # which makes configs
-
-        return config_to_hf(self, model_type)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TransformerConfig:

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 import q4core as q4
-from q4_lm.models.hf_config import read_config
+from q4_lm.models.hf_config import config_from_hf
 from q4_lm.models.hf_names import from_hf_name, fused_parts, to_hf_name
 from q4_lm.models.load import Names, load_weights_
 from q4_lm.models.transformer import empty_transformer
@@ -42,7 +42,7 @@ def build_from_hf(folder: str | Path, session: Session) -> Transformer:
             another shape, or has no place in the model.
     """
     folder = Path(folder)
-    config = read_config(folder)
+    config = config_from_hf(folder)
     with q4.open(folder) as checkpoint:
         if config.causal and config.tie_word_embeddings and _has_other_head(checkpoint, config):
             what = f"the head of {folder}: config.json says tie_word_embeddings, but its weights are not those of the "

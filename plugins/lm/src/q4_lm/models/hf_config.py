@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from q4_lm.models.config import TransformerConfig
-from q4_lm.models.hf_defaults import DECODERS, DEFAULTS, Values
+from q4_lm.models.hf_defaults import DEFAULTS, Values
 from q4_lm.models.read_json import read_json
 from q4_nn.blocks.rotary import RopeScaling
 from q4core import CheckpointError, ConfigError
 from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    import os
 
-__all__ = ["DECODERS", "config_from_hf", "config_to_hf", "read_config"]
+__all__ = ["config_from_hf", "config_to_hf"]
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "swish": "silu"}
 _PLAIN = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -28,24 +29,22 @@ _TEXT_PARTS = {"gemma3": "gemma3_text"}
 """Kind of a model of several parts → that of its text part, where this does not say it."""
 
 
-def read_config(folder: Path) -> TransformerConfig:
-    """Return the config of a model folder, as ``TransformerConfig.from_hf`` does."""
-    values = read_json(folder / "config.json")
-    if not values:
-        raise CheckpointError("model folder", name="config.json", rule="present", where=str(folder))
-    return config_from_hf(values, where=str(folder / "config.json"))
-
-
-def config_from_hf(values: Mapping[str, Any], *, where: str = "config.json") -> TransformerConfig:
+def config_from_hf(source: Mapping[str, Any] | str | os.PathLike[str]) -> TransformerConfig:
     """Return the config of a Hugging Face model.
 
     Args:
-        values: What its ``config.json`` holds; of a model with a ``text_config``, that part is read.
-        where: The file, for messages.
+        source: Its folder, or what its ``config.json`` holds; of a model with a ``text_config``, that part is read.
 
     Raises:
-        CheckpointError: The kind of model is not known, or asks for what is not computed here.
+        CheckpointError: There is no such file, the kind of model is not known, or it asks for what is not computed
+            here.
     """
+    values, where = source, "config.json"
+    if not isinstance(values, Mapping):
+        file = Path(values, "config.json")
+        values, where = read_json(file), str(file)
+        if not values:
+            raise CheckpointError("model folder", name="config.json", rule="present", where=str(file.parent))
     if isinstance(text := values.get("text_config"), dict):
         outer = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
         values = {"model_type": _TEXT_PARTS.get(str(values.get("model_type"))), **text, **outer}

@@ -16,7 +16,7 @@ from q4core import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DECODERS", "DEFAULTS", "Values"]
+__all__ = ["DEFAULTS", "Values"]
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -101,7 +101,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """Kind of model → key → its default. A key that a kind lacks is one that its class does not read."""
-DECODERS = tuple(kind for kind in DEFAULTS if kind != "bert")
 _NULLABLE = frozenset({"sliding_window", "num_key_value_heads", "attention_dropout"})
 """Keys that may be null where the default is a value: no window, as many as query heads, none."""
 
