@@ -194,7 +194,7 @@ def _other_software(_: Path, cache: Path) -> None:
 
 def _other_backend(_: Path, cache: Path) -> None:
     told = Container(only_file(cache)).header["model"]
-    _edited(cache, model={**told, "kinds": [{**kind, "backend": "elsewhere"} for kind in told["kinds"]]})
+    _edited(cache, model={**told, "kinds": [{**kind, "plan": "elsewhere/0123456789abcdef"} for kind in told["kinds"]]})
 
 
 def _truncated(_: Path, cache: Path) -> None:
