@@ -20,7 +20,7 @@ from q4core import PackedWeightError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from q4_transformers.places import Names
+    from q4_transformers.names import Names
 
 __all__ = [
     "GPT_OSS",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 import q4core as q4
@@ -25,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from q4_transformers.config import Q4Config
+    from q4_transformers.names import Names
     from q4core import Checkpoint
 
 __all__ = [
-    "Names",
     "Place",
     "fitting_problem",
     "open_files",
@@ -68,46 +65,6 @@ class Place:
     def name(self) -> str:
         """Name of the layer in a checkpoint that holds it packed."""
         return self.saved or self.stored.removesuffix(".weight")
-
-
-class Names:
-    """What transformers makes of the checkpoint's names, for one model: renamed, with or without the base's prefix.
-
-    It is asked before modules are replaced, as transformers goes by the model's own state dict. Merged and split
-    tensors (experts, a fused qkv) have no name of their own.
-    """
-
-    def __init__(self, model: Any) -> None:
-        conversions = copy.deepcopy(get_model_conversion_mapping(model))  # matching leaves marks
-        self._renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
-        self._converters = [item for item in conversions if isinstance(item, WeightConverter)]
-        self._prefix = model.base_model_prefix
-        self._state = model.state_dict()
-
-    def rename(self, key: str) -> str | None:
-        """Return the name of a checkpoint's tensor in the model; None where it is merged or split."""
-        state = self._state
-        name, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, state)
-        if pattern is not None:
-            return None
-        if name not in state and key in state:
-            name, _ = rename_source_key(key, [], [], self._prefix, state)
-        return str(name)
-
-    def holder(self, key: str) -> str:
-        """Return the path of the module to which a checkpoint's tensor goes, merged or as it is."""
-        name, _ = rename_source_key(key, self._renamings, self._converters, self._prefix, self._state)
-        return str(name).rpartition(".")[0]
-
-    def is_float(self, name: str | None) -> bool:
-        """Return whether the model has a floating-point tensor of a name."""
-        return name in self._state and self._state[name].is_floating_point()
-
-    def forms(self, key: str) -> set[str]:
-        """Return every name under which transformers may report a tensor that it finds no place for."""
-        merged, _ = rename_source_key(key, self._renamings, self._converters)
-        renamed, _ = rename_source_key(key, self._renamings, [])
-        return {key, str(merged), str(renamed), self.rename(key) or key}
 
 
 def open_files(files: Sequence[str] | None) -> Checkpoint:

@@ -24,9 +24,10 @@ from q4_nn.convert.reads import weight_reads
 from q4_transformers.dense import make_dense
 from q4_transformers.experts import are_experts, drop_conversions, has_experts, without_experts
 from q4_transformers.linear import HfLinear
+from q4_transformers.names import Names
 from q4_transformers.parallelism import refuse_parallelism
 from q4_transformers.peft import keep_names_of_experts
-from q4_transformers.places import Names, Place, open_files, places_of_dense, places_of_layers, shape_of
+from q4_transformers.places import Place, open_files, places_of_dense, places_of_layers, shape_of
 from q4_transformers.reasons import block_size_for
 from q4_transformers.saving import state_and_metadata
 from q4core import ConfigError
