@@ -14,7 +14,10 @@ import torch
 
 from q4_actors.tensors import arguments
 from q4_um_managed import ManagedProvider
-from q4_um_managed.driver import ATTRIBUTES, UNASKED, Driver, Missing
+from q4_um_managed.device_attributes import ATTRIBUTES, UNASKED
+from q4_um_managed.driver import Driver
+from q4_um_managed.driver import TorchSide as RealTorchSide
+from q4_um_managed.probe_driver import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,8 +86,6 @@ class Runtime:
 
     def __init__(self, *attributes: dict[str, int], free: int = 4 * GIB, total: int = 8 * GIB) -> None:
         self.devices = list(attributes)
-        for constant in ATTRIBUTES.values():
-            setattr(self, constant, constant)
         self.free_bytes, self.total_bytes = free, total
         self.device = 0
         self.calls: list[str] = []
@@ -137,7 +138,7 @@ class Runtime:
 
     def deviceGetAttribute(self, attrib: Any, device: int) -> int:  # noqa: N802, D102
         self._called("deviceGetAttribute", attrib)
-        names = {constant: name for name, constant in ATTRIBUTES.items()}
+        names = {number: name for name, number in ATTRIBUTES.items()}
         return self.devices[device][names[attrib]]
 
     def memGetInfo(self) -> tuple[int, int]:  # noqa: N802, D102
@@ -249,7 +250,7 @@ def accept_pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("q4_actors.tensors.tensor.check_content", check_what_it_is)
 
 
-class TorchSide:
+class TorchSide(RealTorchSide):
     """torch, whose CUDA tensors lie in host memory."""
 
     def __init__(self) -> None:

@@ -11,16 +11,16 @@ SCRIPT = """
 import sys
 import types
 import torch
-from q4_um_managed import blocks, fences, mapping, pool
+from q4_um_managed import blocks, fences, lease, mapping, pool
 
-sys.kept = blocks, fences, mapping, pool  # whose names Python takes away at exit, as something holds them
+sys.kept = blocks, fences, lease, mapping, pool  # whose names Python takes away at exit, as something holds them
 driver = types.SimpleNamespace(record=lambda *_: 1, stream=lambda _: 0)
 own = pool.Pool(driver, None, max_cached_bytes=0)
 block = blocks.Block(address=4096, size=4096, device=0, is_pinned=True)
 torch.kept = [  # taken away later: torch was imported before
     fences.Fence(driver, 1, 0),
     mapping.MappedMemory(torch.zeros(4), driver, 0, None),
-    blocks.Lease(own, block, 4096, None, 1),
+    lease.Lease(own, block, 4096, None, 1),
 ]
 """
 

@@ -13,9 +13,9 @@ from pretended_driver import TorchSide as PretendedTorch
 
 import q4core as q4
 from q4_um_managed import ManagedProvider, apply_policy, library
-from q4_um_managed.driver import Driver, Missing, TorchSide, find_driver
-from q4_um_managed.library import NUMBERS
-from q4_um_managed.prospect import Prospect
+from q4_um_managed.device_attributes import ATTRIBUTES
+from q4_um_managed.driver import Driver, TorchSide
+from q4_um_managed.probe_driver import Missing, Prospect, find_driver
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Library:
         return 0
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:  # noqa: N802, D102
-        names = {number: name for name, number in NUMBERS.items()}
+        names = {number: name for name, number in ATTRIBUTES.items()}
         told = self.devices[device][names[attribute]]
         value._obj.value = told or 0
         return 1 if told is None else 0

@@ -165,7 +165,7 @@ def test_a_recycled_storage_object_is_not_mistaken(monkeypatch: pytest.MonkeyPat
     provider = pretend().provider
     tensor = provider.empty((4,), torch.float32, CUDA)
     key = tensor.untyped_storage()._cdata
-    monkeypatch.setattr("q4_um_managed.owners.storage_of", lambda _: key)
+    monkeypatch.setattr("q4_um_managed.ownership.storage_of", lambda _: key)
     assert provider.placement_of(tensor) is not None
     assert provider.placement_of(torch.zeros(4)) is None
     with pytest.raises(q4.InputError):

@@ -14,6 +14,7 @@ from pretended_driver import CONCURRENT, CUDA, GB10, GIB, LEGACY, Pretended, Run
 
 import q4core as q4
 from q4_um_managed.blocks import rounded
+from q4_um_managed.lease import Lease
 from q4core.memory import Placement
 from tests.support.limits import scaled
 
@@ -290,7 +291,9 @@ def _hand_out(case: Pretended, attributes: dict[str, int], count: int) -> list[o
     """Take blocks of 900 MiB."""
     pool = case.provider._pool_of(case.driver)
     placement = Placement("managed", "managedMemory=1")
-    return [pool.take(900 << 20, 0, attributes, placement, is_for_cpu=False) for _ in range(count)]
+    size = 900 << 20
+    taken = [pool.take(size, 0, attributes, is_pinned=False) for _ in range(count)]
+    return [Lease(pool, block, size, placement, stream) for block, stream in taken]
 
 
 @pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "without effect"])

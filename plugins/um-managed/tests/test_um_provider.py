@@ -17,9 +17,9 @@ from pretended_driver import CONCURRENT, CUDA, LEGACY, Runtime, RuntimeFaultErro
 
 import q4core as q4
 from q4_um_managed import ManagedProvider, apply_policy, q4_memory_providers, q4_placers
-from q4_um_managed.driver import ATTRIBUTES, UNASKED, Driver, find_driver
-from q4_um_managed.library import NUMBERS
-from q4_um_managed.prospect import Prospect
+from q4_um_managed.device_attributes import ATTRIBUTES, UNASKED
+from q4_um_managed.driver import Driver
+from q4_um_managed.probe_driver import Prospect, find_driver
 from q4core.memory import MemoryProvider, Placement
 from tests.support.limits import scaled
 
@@ -203,7 +203,7 @@ class Library:
         return 0
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:  # noqa: N802, D102
-        names = {number: name for name, number in NUMBERS.items()}
+        names = {number: name for name, number in ATTRIBUTES.items()}
         value._obj.value = self.devices[device][names[attribute]]
         return 0
 
@@ -249,7 +249,7 @@ def test_the_librarys_numbers_are_cupys() -> None:
     """Each attribute has the number that CuPy has for it."""
     from cupy.cuda import runtime as real  # noqa: PLC0415  # slow, and wanted here alone
 
-    assert {name: getattr(real, constant) for name, constant in ATTRIBUTES.items()} == NUMBERS
+    assert {name: getattr(real, f"cudaDevAttr{name[0].upper()}{name[1:]}") for name in ATTRIBUTES} == ATTRIBUTES
 
 
 # -- whose memory it is

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from q4_um_managed.places import is_plain
+from q4_um_managed.storage import is_plain
 from q4core import ConfigError, InputError
 
 __all__ = ["check_source", "size_of", "to_device", "to_seconds"]

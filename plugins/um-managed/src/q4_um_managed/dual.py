@@ -10,14 +10,14 @@ import torch
 
 from q4_um_managed.arguments import to_seconds
 from q4_um_managed.fences import DriverStreams, Fence
-from q4_um_managed.turns import Turns
+from q4_um_managed.side_lock import SideLock
 from q4core import ConfigError, UnifiedMemoryError, WriteConflictError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from q4_um_managed.blocks import Lease
     from q4_um_managed.driver import Driver
+    from q4_um_managed.lease import Lease
 
 __all__ = ["DualView"]
 
@@ -64,7 +64,7 @@ class DualView:
         self.streams = DriverStreams(driver, device, lease.streams.add)
         """The streams of the CUDA side's device, as a mutable tensor asks for them."""
         self._lock = threading.Lock()
-        self._turns = Turns()
+        self._side_lock = SideLock()
         self._fences: dict[int, Fence] = {}  # stream → event behind the last on_cuda() block there
 
     @property
@@ -76,8 +76,8 @@ class DualView:
             WriteConflictError: The device is not concurrent, and the CPU has its turn.
         """
         self._require_memory()
-        if not self.is_concurrent and self._turns.is_open("cpu"):
-            self._turns.leave("cuda", self._turns.enter("cuda", 0.0))
+        if not self.is_concurrent and self._side_lock.is_open("cpu"):
+            self._side_lock.leave("cuda", self._side_lock.enter("cuda", 0.0))
         return self._cuda
 
     @property
@@ -173,12 +173,12 @@ class DualView:
             self._require_memory()
             yield
             return
-        thread = self._turns.enter(side, limit)
+        thread = self._side_lock.enter(side, limit)
         try:
             self._require_memory()
             yield
         finally:
-            self._turns.leave(side, thread)
+            self._side_lock.leave(side, thread)
 
     def _require_memory(self) -> None:
         self._lease.require_block("dual view")

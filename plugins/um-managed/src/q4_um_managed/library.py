@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from q4_um_managed.device_attributes import ATTRIBUTES
+
 __all__ = [
-    "NUMBERS",
     "LibraryRefusesError",
     "cupy_cuda",
     "devices_of",
@@ -20,18 +21,6 @@ __all__ = [
 ]
 
 _LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
-
-NUMBERS = {
-    "managedMemory": 83,
-    "concurrentManagedAccess": 89,
-    "pageableMemoryAccess": 88,
-    "pageableMemoryAccessUsesHostPageTables": 100,
-    "directManagedMemAccessFromHost": 101,
-    "canMapHostMemory": 19,
-    "unifiedAddressing": 41,
-    "integrated": 18,
-}
-"""The driver's numbers of the attributes that decide."""
 
 
 class LibraryRefusesError(Exception):
@@ -69,7 +58,7 @@ def devices_of(library: Any) -> tuple[dict[str, int | None], ...]:
     devices = []
     for device in range(count.value):
         found: dict[str, int | None] = {}
-        for name, number in NUMBERS.items():
+        for name, number in ATTRIBUTES.items():
             status = int(library.cuDeviceGetAttribute(ctypes.byref(value), number, device))
             found[name] = None if status else value.value
         devices.append(found)

@@ -6,9 +6,9 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from q4_um_managed.driver import UNASKED, Driver, Missing
-from q4_um_managed.placing import choose
-from q4_um_managed.prospect import Prospect
+from q4_um_managed.device_attributes import UNASKED, choose
+from q4_um_managed.driver import Driver
+from q4_um_managed.probe_driver import Missing, Prospect
 from q4core import ConfigError, UnifiedMemoryError
 from q4core.memory import Availability
 
@@ -146,9 +146,8 @@ class Machine:
         if refusal is not None:
             return Availability(is_available=False, reason=refusal, attributes=attributes)
         decided = choose(attributes, wish="managed").decided_by
-        return Availability(
-            is_available=True, reason=f"cuda:{index} has managed memory ({decided})", attributes=attributes
-        )
+        reason = f"cuda:{index} has managed memory ({decided}){driver.state and f', {driver.state}'}"
+        return Availability(is_available=True, reason=reason, attributes=attributes)
 
     def _foreseen(self, device: torch.device) -> Availability | None:
         """Return the refusal that the driver's library and torch suffice for, so that CuPy need not be loaded."""

@@ -14,8 +14,8 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from q4_um_managed.blocks import Block, Lease, PoolStats, rounded
-from q4_um_managed.faults import DriverFaultError
+from q4_um_managed.blocks import Block, PoolStats, rounded
+from q4_um_managed.errors import DriverFaultError
 from q4core import LifecycleError, UnifiedMemoryError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from q4_um_managed.budget import Budget
     from q4_um_managed.driver import Driver
-    from q4core.memory import Placement
 
 __all__ = ["Pool"]
 
@@ -53,23 +52,17 @@ class Pool:
         self._hints_refused = 0
         self._unbacked: collections.Counter[int] = collections.Counter()  # by whose memory it is
 
-    def take(  # the facts of one block
-        self,
-        size: int,
-        device: int,
-        attributes: Mapping[str, int],
-        placement: Placement,
-        *,
-        is_for_cpu: bool,
-    ) -> Lease:
-        """Hand out a block.
+    def take(
+        self, size: int, device: int, attributes: Mapping[str, int], *, is_pinned: bool, source: int = 0
+    ) -> tuple[Block, int]:
+        """Hand out a block, and the stream that it belongs to.
 
         Args:
             size: Bytes that are needed.
-            device: Whose memory.
+            device: The device's number.
             attributes: The device's.
-            placement: ``"managed"`` or ``"pinned"``.
-            is_for_cpu: Whether the CPU touches it first; then the device is waited for.
+            is_pinned: Whether pinned memory is needed, instead of managed memory.
+            source: Address of ``size`` bytes that a new block may be made with; 0 for none.
 
         Raises:
             LifecycleError: A CUDA graph is being captured.
@@ -83,26 +76,27 @@ class Pool:
                 hint="Make the tensor first; a graph replays with its address.",
             )
         stream = self._driver.stream(device)
-        is_pinned = placement.kind == "pinned"
-        block = self._reused(rounded(size), device, stream, is_pinned=is_pinned)
+        block = self._reused(size, device, stream, is_pinned=is_pinned)
         if block is None:
+            is_copy = source != 0 and not is_pinned and self._driver.has_copies(device)
+            on_host = is_pinned or bool(attributes.get("integrated"))
+            block = Block(0, size if is_copy else rounded(size), device, is_pinned, is_of_host=on_host)
             with self._growing:
-                block = self._grown(rounded(size), device, attributes, is_pinned=is_pinned)
-        lease = Lease(self, block, size, placement, stream)
-        if is_for_cpu:
-            lease.wait()
-        return lease
+                self._grow(block, attributes, source if is_copy else 0)
+        return block, stream
 
     def _reused(self, size: int, device: int, stream: int, *, is_pinned: bool) -> Block | None:
         self._settle()
         with self._lock:
-            kin = self._kin.get((size, device, is_pinned), {}).values()
+            sizes = {rounded(size), size}  # the second of those that were made with a copy
+            kin = [block for some in sizes for block in self._kin.get((some, device, is_pinned), {}).values()]
             found = next((block for block in kin if self._is_free_for(block, stream)), None)
             if found is None:  # the oldest of whose work nobody knows: waiting for the device makes it sure
                 found = next((block for block in kin if block.is_unsure and not block.is_captured), None)
             if found is not None:
                 self._remove(found)
-                self._in_use += size
+                self._in_use += found.size
+                found.is_filled = False
         if found is not None and found.is_unsure and not self._is_sure(found):
             self._returned.append(found)
             found = None
@@ -145,37 +139,40 @@ class Pool:
         del self._kin[block.size, block.device, block.is_pinned][block.address]
         self._cached_bytes -= block.size
 
-    def _grown(self, size: int, device: int, attributes: Mapping[str, int], *, is_pinned: bool) -> Block:
-        block = Block(0, size, device, is_pinned, is_of_host=is_pinned or bool(attributes.get("integrated")))
+    def _grow(self, block: Block, attributes: Mapping[str, int], source: int) -> None:
+        """Give a block new memory, with a copy of ``source`` if that is an address."""
         try:
-            free = self._allocate(block, attributes)
+            free = self._allocate(block, attributes, source)
         except UnifiedMemoryError:
             if not self.trim():
                 raise
-            free = self._allocate(block, attributes)
+            free = self._allocate(block, attributes, source)
         try:
-            if not is_pinned:
+            if not block.is_pinned and not block.is_filled:
                 self._back(block, can_move=bool(attributes.get("concurrentManagedAccess")))
-                if block.is_backed and size >= _LARGE:  # believed if the count of free memory went down
-                    left = self._budget.room(device, on_host=block.is_of_host).free_bytes
-                    block.is_backed = free - left >= size // 2
+                if block.is_backed and block.size >= _LARGE:  # believed if the count of free memory went down
+                    left = self._budget.room(block.device, on_host=block.is_of_host).free_bytes
+                    block.is_backed = free - left >= block.size // 2
         except BaseException:  # nobody has it yet, so nobody would give it back
             block.is_backed = True
             self._free([block])
             raise
         with self._lock:
             self._allocations += 1
-            self._in_use += size
-            self._unbacked[block.memory] += 0 if block.is_backed else size
-        return block
+            self._in_use += block.size
+            self._unbacked[block.memory] += 0 if block.is_backed else block.size
 
-    def _allocate(self, block: Block, attributes: Mapping[str, int]) -> int:
+    def _allocate(self, block: Block, attributes: Mapping[str, int], source: int) -> int:
         """Give a block its memory; return what was free before."""
         with self._lock:
             unbacked = self._unbacked[block.memory]
         room = self._budget.require(block.size, block.device, attributes, on_host=block.is_of_host, unbacked=unbacked)
-        allocate = self._driver.allocate_pinned if block.is_pinned else self._driver.allocate_managed
-        block.address = allocate(block.size, block.device)
+        if source:
+            block.address = self._driver.copy_managed(source, block.size, block.device)
+            block.is_filled = True
+        else:
+            allocate = self._driver.allocate_pinned if block.is_pinned else self._driver.allocate_managed
+            block.address = allocate(block.size, block.device)
         return room.free_bytes
 
     def _back(self, block: Block, *, can_move: bool) -> None:

@@ -6,17 +6,19 @@ import threading
 from typing import TYPE_CHECKING
 
 from q4_um_managed.arguments import check_source, size_of, to_device
-from q4_um_managed.blocks import Lease, PoolStats
+from q4_um_managed.blocks import PoolStats
 from q4_um_managed.budget import Budget, host_memory
-from q4_um_managed.driver import CPU, find_driver
+from q4_um_managed.device_attributes import choose, reads_system_memory
+from q4_um_managed.driver import CPU
 from q4_um_managed.dual import DualView
-from q4_um_managed.faults import DriverFaultError
+from q4_um_managed.errors import DriverFaultError
+from q4_um_managed.lease import Lease
 from q4_um_managed.machine import Machine
 from q4_um_managed.mapping import MappedMemory
-from q4_um_managed.owners import Owners
-from q4_um_managed.places import address_of, has_storage, is_readable_in_place, span_of
-from q4_um_managed.placing import choose, reads_system_memory
+from q4_um_managed.ownership import Ownership
 from q4_um_managed.pool import Pool
+from q4_um_managed.probe_driver import find_driver
+from q4_um_managed.storage import address_of, has_storage, is_dense, is_readable_in_place, span_of
 from q4core import ConfigError, InputError, UnifiedMemoryError
 from q4core.memory import Placement, note_provider
 
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from q4_um_managed.driver import Driver, Missing
-    from q4_um_managed.prospect import Prospect
+    from q4_um_managed.driver import Driver
+    from q4_um_managed.probe_driver import Missing, Prospect
     from q4core.memory import Availability
 
 __all__ = ["MAX_CACHED_BYTES", "ManagedProvider"]
@@ -62,7 +64,7 @@ class ManagedProvider:
         self._host, self._max_cached_bytes = host, max_cached_bytes
         self._lock = threading.Lock()
         self._pool: Pool | None = None
-        self._owners = Owners()
+        self._ownership = Ownership()
         self._hints_refused = 0
 
     # -- questions
@@ -79,19 +81,19 @@ class ManagedProvider:
         """Return whether the tensor's memory is managed, by the driver's own word; False once it was given back."""
         if not has_storage(tensor):
             return False
-        owner = self._owners.of(tensor)
+        owner = self._ownership.of(tensor)
         if owner is not None and owner.is_given_back:
             return False
         address = address_of(tensor)
         driver = self._machine.driver_if_any()
-        return address != 0 and driver is not None and driver.kind_of(address) == "managed"
+        return address != 0 and driver is not None and driver.is_managed(address)
 
     def placement_of(self, tensor: torch.Tensor) -> Placement | None:
         """Return where a tensor of this provider's lies, and which attribute decided it.
 
         None for any other memory, and for what was given back.
         """
-        owner = self._owners.of(tensor)
+        owner = self._ownership.of(tensor)
         if owner is not None:
             return None if owner.is_given_back else owner.placement
         return Placement("managed", "pointerGetAttributes") if self.is_managed(tensor) else None
@@ -117,10 +119,7 @@ class ManagedProvider:
             LifecycleError: A CUDA graph is being captured.
         """
         device = to_device(f"empty of {self.name}", device)
-        self._require(device)
-        return self._empty(
-            shape, dtype, device, choose(self._machine.attributes(self._machine.index(device)), wish="managed")
-        )
+        return self._made(shape, dtype, device, self._managed(device))
 
     def to_managed(
         self, tensor: torch.Tensor, *, device: torch.device | str, read_mostly: bool, prefetch: bool
@@ -141,15 +140,15 @@ class ManagedProvider:
         what = f"to_managed of {self.name}"
         device = to_device(what, device)
         check_source(what, tensor)
-        self._owners.in_use(tensor, what)
-        managed = self._filled(self.empty(tuple(tensor.shape), tensor.dtype, device), tensor)
+        self._ownership.in_use(tensor, what)
+        managed = self._made(tuple(tensor.shape), tensor.dtype, device, self._managed(device), tensor)
         index = self._machine.index(device)
         if self._machine.attributes(index)["concurrentManagedAccess"]:
             size = max(1, managed.nbytes)
             address = address_of(managed)
             if read_mostly:
                 self._hint(lambda: self._machine.driver().advise(address, size, "read_mostly", index))
-                self._owners.lease_of(managed, what).require_block(what).is_read_mostly = True
+                self._ownership.lease_of(managed, what).require_block(what).is_read_mostly = True
             if prefetch:
                 self._hint(lambda: self.prefetch(managed, device))
         return managed
@@ -169,7 +168,7 @@ class ManagedProvider:
         driver, index = self._machine.driver(), self._machine.index(device)
         placement = self.placement_of(tensor)
         if placement is None:
-            self._owners.in_use(tensor, f"prefetch of {self.name}")
+            self._ownership.in_use(tensor, f"prefetch of {self.name}")
             return
         if placement.kind != "managed" or not tensor.numel():
             return
@@ -199,7 +198,7 @@ class ManagedProvider:
             raise ConfigError("advice on managed memory", name="advice", rule=rule, value=advice)
         device = to_device(what, device)
         check_source(what, tensor)
-        owner = self._owners.in_use(tensor, what)
+        owner = self._ownership.in_use(tensor, what)
         driver, index = self._machine.driver(), self._machine.index(device)
         if not tensor.numel():
             return
@@ -215,7 +214,7 @@ class ManagedProvider:
             InputError: The memory is not this provider's.
             LifecycleError: It was given back before.
         """
-        self._owners.lease_of(tensor, f"free of {self.name}").give_back()
+        self._ownership.lease_of(tensor, f"free of {self.name}").give_back()
 
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """Keep the memory, once it comes back, until a further stream has passed, as ``Tensor.record_stream`` does.
@@ -228,7 +227,7 @@ class ManagedProvider:
             InputError: The memory is not this provider's.
             LifecycleError: It was given back.
         """
-        self._owners.lease_of(tensor, f"record_stream of {self.name}").streams.add(stream)
+        self._ownership.lease_of(tensor, f"record_stream of {self.name}").streams.add(stream)
 
     def trim(self) -> int:
         """Give the driver all that the pool keeps; returns the bytes that went. Waits for the device."""
@@ -260,12 +259,12 @@ class ManagedProvider:
             raise ConfigError("placing a tensor", name=name, rule=rule, value=value)
         what = f"place of {self.name}"
         check_source(what, tensor)
-        self._owners.in_use(tensor, what)
+        self._ownership.in_use(tensor, what)
         attributes = self._machine.attributes(self._machine.index(device))
         chosen = choose(attributes, wish=placement, is_readable_in_place=is_readable_in_place(tensor))
         if chosen.kind == "pageable":
             return self._mapped(tensor, device, chosen), chosen
-        return self._filled(self._empty(tuple(tensor.shape), tensor.dtype, device, chosen), tensor), chosen
+        return self._made(tuple(tensor.shape), tensor.dtype, device, chosen, tensor), chosen
 
     def map(self, tensor: torch.Tensor, *, device: torch.device | str) -> torch.Tensor | None:
         """Return a CUDA tensor over the same bytes as a CPU tensor, where the device reads those well; else None.
@@ -297,7 +296,7 @@ class ManagedProvider:
             LifecycleError: The memory was given back.
         """
         what = f"dual_view of {self.name}"
-        lease = self._owners.lease_of(tensor, what)
+        lease = self._ownership.lease_of(tensor, what)
         block = lease.require_block(what)
         if not tensor.is_contiguous() or not tensor.numel():
             value = f"{list(tensor.shape)} with strides {list(tensor.stride())}"
@@ -309,7 +308,7 @@ class ManagedProvider:
         start, size = span_of(tensor)
 
         def typed(raw: torch.Tensor) -> torch.Tensor:
-            self._owners.note(raw, lease)
+            self._ownership.note(raw, lease)
             note_provider(raw, self)
             return raw.view(tensor.dtype).view(tensor.shape)
 
@@ -334,47 +333,60 @@ class ManagedProvider:
                 self._pool = Pool(driver, Budget(driver, self._host), max_cached_bytes=self._max_cached_bytes)
             return self._pool
 
-    def _require(self, device: torch.device) -> None:
+    def _managed(self, device: torch.device) -> Placement:
+        """Return the placement in managed memory; raise where there is none."""
         answer = self.is_available(device)
         if not answer:
             rule = f"managed memory for device {device}"
             raise UnifiedMemoryError(
                 "unified memory", name="memory", rule=rule, value=answer.reason, attributes=answer.attributes
             )
+        return choose(self._machine.attributes(self._machine.index(device)), wish="managed")
 
-    def _empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, placement: Placement
+    def _made(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        placement: Placement,
+        source: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        size = size_of("unified memory", shape, dtype)
+        """Return a new contiguous tensor, with the values of ``source``."""
+        what, is_for_cpu = "unified memory", device.type == "cpu"
+        size = size_of(what, shape, dtype)
         driver, index = self._machine.driver(), self._machine.index(device)
-        lease = self._pool_of(driver).take(
-            max(1, size), index, self._machine.attributes(index), placement, is_for_cpu=device.type == "cpu"
-        )
-        block = lease.require_block("unified memory")
+        attributes, is_pinned = self._machine.attributes(index), placement.kind == "pinned"
+        # Plain bytes, which a library may copy.
+        address = 0 if source is None or is_for_cpu or not is_dense(source) else source.data_ptr()
+        pool = self._pool_of(driver)
+        block, stream = pool.take(max(1, size), index, attributes, is_pinned=is_pinned, source=address)
+        lease = Lease(pool, block, size, placement, stream)
+        if is_for_cpu:
+            lease.wait()
         if block.is_read_mostly:
             self._hint(lambda: driver.advise(block.address, block.size, "read_mostly", index, is_set=False))
             block.is_read_mostly = False
-        # A storage of no bytes would have no address to tell the memory by.
-        if device.type == "cpu":
+        # A storage of no bytes would have no address to know the memory by.
+        if is_for_cpu:
             raw = driver.cpu_bytes(lease, block.address, max(1, size))
         else:
             address = driver.device_address(block.address) if block.is_pinned else block.address
             raw = driver.cuda_bytes(lease, address, max(1, size), index)
-        self._owners.note(raw, lease)
+        self._ownership.note(raw, lease)
         note_provider(raw, self)
-        return raw[:size].view(dtype).view(shape)
-
-    def _filled(self, managed: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        managed.copy_(source.detach())
-        self._owners.lease_of(managed, f"copy of {self.name}").note_written()
-        return managed
+        made = raw[:size].view(dtype).view(shape)
+        if source is not None:
+            if not block.is_filled:
+                made.copy_(source.detach())
+            lease.note_written()
+        return made
 
     def _mapped(self, tensor: torch.Tensor, device: torch.device, placement: Placement) -> torch.Tensor:
         driver, index = self._machine.driver(), self._machine.index(device)
         start, size = span_of(tensor)
         memory = MappedMemory(tensor.detach(), driver, index, placement)
         raw = driver.cuda_bytes(memory, start, size, index)
-        self._owners.note(raw, memory)
+        self._ownership.note(raw, memory)
         return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def _hint(self, give: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""``Turns``: the CPU's blocks or the GPU's, never both at once, in the order in which they were asked for."""
+"""``SideLock``: the CPU's blocks or the GPU's, never both at once, in the order in which they were asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn, TypeAlias
 
 from q4core import WriteConflictError
 
-__all__ = ["Turns"]
+__all__ = ["SideLock"]
 
 _LOOK_INTERVAL_S = 0.1
 """How long who waits sleeps before it looks again whether the thread that it waits for has ended."""
@@ -47,7 +47,7 @@ class _Ticket:
         self.side = side
 
 
-class Turns:
+class SideLock:
     """Any number of threads on one side, while nobody is on the other; a thread that has ended is on none."""
 
     def __init__(self) -> None:

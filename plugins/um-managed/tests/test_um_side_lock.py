@@ -1,4 +1,4 @@
-"""Turns of the two sides, on a device that is not concurrent: every access takes its own."""
+"""SideLock of the two sides, on a device that is not concurrent: every access takes its own."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["address_of", "has_storage", "is_plain", "is_readable_in_place", "span_of", "storage_of"]
+__all__ = ["address_of", "has_storage", "is_dense", "is_plain", "is_readable_in_place", "span_of", "storage_of"]
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -32,6 +32,11 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return where a tensor's first element is, and how many bytes there are up to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's values are its bytes, one after another from its first element on."""
+    return is_plain(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_readable_in_place(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Which memory a tensor is put into, and by which device attribute."""
+"""The device attributes that decide, and the memory that they allow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,22 @@ from q4core.memory import Placement
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["choose", "reads_system_memory"]
+__all__ = ["ATTRIBUTES", "UNASKED", "choose", "reads_system_memory"]
+
+ATTRIBUTES = {
+    "managedMemory": 83,
+    "concurrentManagedAccess": 89,
+    "pageableMemoryAccess": 88,
+    "pageableMemoryAccessUsesHostPageTables": 100,
+    "directManagedMemAccessFromHost": 101,
+    "canMapHostMemory": 19,
+    "unifiedAddressing": 41,
+    "integrated": 18,
+}
+"""The device attributes that decide, by the driver's names, with the numbers that it and CUDA's runtime give them."""
+
+UNASKED: dict[str, None] = dict.fromkeys(ATTRIBUTES)
+"""The values of the attributes where there is no driver to ask."""
 
 
 def reads_system_memory(attributes: Mapping[str, int]) -> str | None:

@@ -1,12 +1,12 @@
-"""``Owners``: which memory a tensor lies in, of all that one provider gave."""
+"""``Ownership``: which memory a tensor lies in, of all that one provider gave."""
 
 from __future__ import annotations
 
 import weakref
 from typing import TYPE_CHECKING
 
-from q4_um_managed.blocks import Lease
-from q4_um_managed.places import address_of, has_storage, storage_of
+from q4_um_managed.lease import Lease
+from q4_um_managed.storage import address_of, has_storage, storage_of
 from q4core import InputError
 
 if TYPE_CHECKING:
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from q4_um_managed.mapping import MappedMemory
 
-__all__ = ["Owners"]
+__all__ = ["Ownership"]
 
 
-class Owners:
+class Ownership:
     """What torch's storages keep alive, by storage."""
 
     def __init__(self) -> None:

@@ -1,0 +1,82 @@
+"""``Lease``: a block in use, kept by torch's storages."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from q4core import LifecycleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from q4_um_managed.blocks import Block
+    from q4_um_managed.pool import Pool
+    from q4core.memory import Placement
+
+__all__ = ["Lease"]
+
+
+class Lease:
+    """A block in use: torch's storages keep it, and when the last one goes, the block comes back.
+
+    Args:
+        pool: The pool that has the block again.
+        block: The block.
+        size: Bytes in use.
+        placement: The kind of memory, and the attribute that decided it.
+        stream: The stream that was current when the block was taken.
+    """
+
+    __slots__ = ("__weakref__", "_start", "block", "placement", "pool", "size", "streams")
+
+    def __init__(self, pool: Pool, block: Block, size: int, placement: Placement, stream: int) -> None:
+        self.pool = pool
+        self.block: Block | None = block
+        self._start = block.address
+        self.size = size
+        self.placement = placement
+        self.streams = {stream}
+
+    def holds(self, address: int) -> bool:
+        """Return whether a storage at an address is this memory's, given back or not."""
+        return self._start <= address < self._start + max(1, self.size)
+
+    @property
+    def is_given_back(self) -> bool:
+        """Whether the block is the pool's again, or another's."""
+        return self.block is None
+
+    def require_block(self, what: str) -> Block:
+        """Return the block, which ``what`` needs.
+
+        Raises:
+            LifecycleError: It was given back.
+        """
+        block = self.block
+        if block is None:
+            rule, hint = "in use, not given back", "Make a new tensor: these bytes may be another's by now."
+            raise LifecycleError(what, name="tensor", rule=rule, value="given back by free()", hint=hint)
+        return block
+
+    def wait(self) -> None:
+        """Wait for the device work of whoever had the block before."""
+        block = self.block
+        if block is not None and block.events:
+            self.pool.wait_for(block)
+
+    def note_written(self) -> None:
+        """Take note that the whole memory was written, so that the driver counts it."""
+        if self.block is not None:
+            self.pool.note_backed(self.block)
+
+    def give_back(self) -> None:
+        """Let the pool have the block again; doing so twice is allowed."""
+        block, self.block = self.block, None
+        if block is not None:
+            self.pool.take_back(block, self.streams)
+
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Let the pool have the block again, except at the interpreter's exit, which frees all memory."""
+        if not is_exiting():
+            self.give_back()
