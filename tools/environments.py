@@ -22,14 +22,12 @@ __all__ = [
     "lowest_versions",
     "put_apart",
     "run",
-    "runnable",
 ]
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
-CROSS_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64-static": "qemu-user-static"}
 BESIDE_PEERS = {"transformers"}  # packages whose library is large: outside ``peerenv`` they can be linted, not imported
 LARGE = {"torch", "model", "models", "minilm", "bench"}  # installations whose progress is worth showing
 
@@ -102,16 +100,6 @@ def link(session: nox.Session, environment: str, *, base: str = "env") -> None:
     programs = [str(_folder(session, name) / "python") for name in (environment, base)]
     own, other = (session.run(program, "-c", script, external=True, silent=True) for program in programs)
     Path(str(own), "_base.pth").write_text(f"import site; site.addsitedir({str(other)!r})\n", encoding="utf-8")
-
-
-def runnable(session: nox.Session) -> str:
-    """Return which tests run here, as pytest's -m takes it. In CI, nothing is left out for want of a tool."""
-    unwanted = ["soak", "gpu", "interpreted", "peer", "training"]
-    missing = [package for tool, package in CROSS_TOOLS.items() if not shutil.which(tool)]
-    if missing and not os.environ.get("CI"):
-        session.warn(f"the kernels for Arm are not tested; Debian: apt install {' '.join(missing)}")
-        unwanted.append("arm")
-    return " and ".join(f"not {mark}" for mark in unwanted)
 
 
 def lowest_versions() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,9 @@ TARGET = ROOT / "build/nvfp4/libNVFP4.so"
 
 def main() -> int:
     """Build the library; 1 where it does not export just what its header declares."""
+    if not shutil.which("nvcc"):
+        print("nvcc is missing: install NVIDIA's CUDA toolkit (13 or newer)", file=sys.stderr)
+        return 1
     TARGET.parent.mkdir(parents=True, exist_ok=True)
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ("120a", "121a")]
     flags = ["-shared", "-Xcompiler=-fPIC,-fvisibility=hidden", "-std=c++17", "-O3", "-fmad=false", *targets]

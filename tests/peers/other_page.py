@@ -143,7 +143,7 @@ def _facts(facts: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     has = [name for name, there in facts["kernels"].items() if there]
     sets = f"of the instruction sets that kernels are picked by: {', '.join(has) or 'none'}"
-    anew = "`nox -s peers -- --regenerate`; `nox -s peers` compares the counts"
+    anew = "`nox -s others`; `nox -s peers` compares the counts"
     lines = (
         f"- **Versions:** {versions}, Python {facts['python']}",
         f"- **Machine:** {facts['processor']}, {facts['system']}, {facts['threads']} threads; {sets}",

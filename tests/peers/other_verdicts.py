@@ -1,4 +1,4 @@
-"""Judges other libraries by the kit's cases; ``nox -s peers -- --regenerate`` runs it to write counts and page.
+"""Judges other libraries by the kit's cases; ``nox -s others`` runs it to write counts and page.
 
 Each library runs in a process of its own, so that one that ends its process gets a CRASH, and the rest goes on.
 """

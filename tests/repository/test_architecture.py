@@ -19,6 +19,7 @@ import pytest
 
 import q4core
 from tests.support.limits import scaled
+from tools.testing import PEERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,9 +177,7 @@ def test_tests_import_private_modules_of_their_own_room() -> None:
 def test_every_folder_of_peers_is_run() -> None:
     """`nox -s tests` collects no folder ``peers``; `nox -s peers` runs all of them, and their tests have its marker."""
     files = [file for place in ("tests", "plugins", "conformance") for file in (ROOT / place).rglob("peers/test_*.py")]
-    session = re.search(r"^PEERS = (\[.*?\])", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE)
-    assert session is not None
-    assert {*ast.literal_eval(session[1])} == {str(file.parent.relative_to(ROOT)) for file in files}
+    assert {*PEERS} == {str(file.parent.relative_to(ROOT)) for file in files}
     assert [str(file) for file in files if "pytest.mark.peer" not in file.read_text(encoding="utf-8")] == []
 
 

@@ -1,0 +1,62 @@
+"""Certificates of this repository: ``python -m tools.certificates judge NAME`` makes one, ``keep`` stores the pages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["JUDGED", "judge", "judged", "keep"]
+
+ROOT = Path(__file__).parents[1]
+BUILT, STORED = Path("build/certificates"), Path("docs/certificates")
+JUDGED = [  # what one process judges comes first: in CI, other sessions run at the same time
+    *("simple-nf4", "simple-nvfp4", "bitsandbytes", "comfyui-nvfp4", "compressed-tensors-nvfp4", "modelopt-nvfp4"),
+    *("compressed-tensors-int4", "gpt-oss-mxfp4"),
+    *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
+    *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),
+]
+"""What has a page in docs/certificates."""
+INTERPRETED = {"nf4-cuda", "nvfp4-native"}  # judged by Triton's interpreter, in the few cases that take it minutes
+FEW_CASES = ["TC-04", "TC-05", "TC-10", "TC-12", "TC-14", "TC-16", "TC-17"]
+_PROGRAMS = "-programs"
+
+
+def judged(words: Sequence[str]) -> list[str]:
+    """Return the names behind ``--`` in a command line, or all that have a page."""
+    return [*words[words.index("--") + 1 :]] if "--" in words else JUDGED
+
+
+def judge(name: str) -> int:
+    """Judge a plugin and compare with its page, where it has one; return the status of ``q4 conform``."""
+    shutil.rmtree(report := ROOT / BUILT / name, ignore_errors=True)
+    options, variables = ["--report", str(report.relative_to(ROOT))], {}
+    if name in INTERPRETED:
+        options += [word for case in FEW_CASES for word in ("--case", case)]
+        variables["TRITON_INTERPRET"] = "1"
+    if name.endswith(_PROGRAMS):
+        options += ["--profile", "program"]
+    for page in sorted((ROOT / STORED / name).glob("*.md")):
+        options += ["--check", page.relative_to(ROOT).as_posix()]
+    command = [sys.executable, "-m", "q4_cli", "conform", name.removesuffix(_PROGRAMS), *options]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False).returncode
+
+
+def keep() -> int:
+    """Store the pages of what was judged last; JSON stays in build."""
+    for page in sorted((ROOT / BUILT).glob("*/*.md")):
+        folder = ROOT / STORED / page.parent.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        print(f"stored {Path(shutil.copy(page, folder)).relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(judge(sys.argv[2]) if sys.argv[1:2] == ["judge"] else keep())
