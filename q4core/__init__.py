@@ -6,7 +6,7 @@ touches no device and no network.
 
 from typing import TYPE_CHECKING, Any
 
-from q4core import errors, memory, programs
+from q4core import errors, memory
 from q4core.backend import (
     API_VERSION,
     EVERY_FORMAT,
@@ -133,10 +133,11 @@ _MOVED = {
 }
 """Names that were the core's → the package that has them now, under the same name."""
 
-_MODULES = {"spikes": "q4_snn.products"}
+_MODULES = {"programs": "q4_programs", "spikes": "q4_snn.products"}
 """Submodules that were the core's → what they are now: attributes where the package is installed."""
 
 if TYPE_CHECKING:
+    programs: Any
     spikes: Any
 else:  # for a checker, a name that is not here stays an error
     __getattr__ = getattr_of(__name__, _MOVED, _MODULES)
@@ -245,7 +246,6 @@ __all__ = [
     "memory",
     "open",
     "pack_codes",
-    "programs",
     "quantize",
     "reset_registry",
     "resolve_config",

@@ -14,15 +14,18 @@ from q4_conformance.subjects.reference import REFERENCE
 SOURCE = Path(__file__).parents[1] / "src" / "q4_conformance"
 PYTEST_SIDE = SOURCE.parent / "pytest_q4_conformance.py"
 FILES = [*sorted(SOURCE.rglob("*.py")), PYTEST_SIDE]
-PUBLIC_MODULES = {"q4core", "q4core.extension", "q4core.moved", "q4core.plugin_api", "q4core.programs"}
+PUBLIC_MODULES = {"q4core", "q4core.extension", "q4core.moved", "q4core.plugin_api"}
 PACKAGES = {"q4core", "q4_conformance", "attrs", "numpy", "torch"}
 EXTRAS = {
+    "checks/programs.py": {"q4_programs"},
+    "oracle/operations.py": {"q4_programs"},
+    "subjects/scenes.py": {"q4_programs"},
     "command/conform.py": {"rich", "typer"},
     "report/terminal.py": {"rich"},
     "command/plugin.py": {"typer"},
     PYTEST_SIDE.name: {"pytest"},
 }
-"""What the extra ``cli`` brings, or pytest's side needs, and who may use it."""
+"""What the extras ``cli`` and ``programs`` bring, or pytest's side needs, and who may use it."""
 
 
 def _name(path: Path) -> str:

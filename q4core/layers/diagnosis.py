@@ -126,34 +126,6 @@ class Record:
         return attrs.asdict(self)
 
 
-@attrs.define(eq=False)
-class ProgramRecord(Record):
-    """What became of a program: who runs it, and why nobody else does.
-
-    Args:
-        name: Its name.
-        backend: Who runs it; None where the modules run one by one.
-        steps: Operations of a run.
-        reasons: Why no other backend runs it, or why there is no program.
-        calls: How often it ran.
-    """
-
-    section = "programs"
-
-    name: str
-    backend: str | None = None
-    steps: int = 0
-    reasons: tuple[str, ...] = ()
-    calls: int = 0
-
-    def __str__(self) -> str:
-        """Return the record as a few lines."""
-        ran = "the modules run one by one"
-        if self.backend is not None:
-            ran = f"{self.steps} steps on {self.backend}, ran {self.calls} ×"
-        return "\n".join([f"program {self.name}: {ran}", *(f"  {reason}" for reason in self.reasons)])
-
-
 @attrs.frozen
 class Report:
     """The records of many layers, and those that libraries attached to them.

@@ -268,7 +268,6 @@ def _fault_of_backend(item: Any) -> Reason | None:
     optional = {
         "quantize": ["quantize"],
         "input_gradient": ["input_gradient"],
-        "program": ["bind_program"],
     }
     methods = ["check", "prepare", "linear", *(name for op in optional if op in declared.ops for name in optional[op])]
     missing = [name for name in methods if not callable(getattr(item, name, None))]

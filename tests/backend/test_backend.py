@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import q4core as q4
+from q4_programs import RunsPrograms
 from q4_snn.products import RunsSpikes
-from q4core.programs import RunsPrograms
 
 PAGE = (Path(__file__).parents[2] / "docs" / "backend-api.md").read_text(encoding="utf-8")
 

@@ -25,14 +25,18 @@ IN_PROCESS = [fault for fault in PROGRAM_FAULTS if fault.ends is Outcome.FAIL]
 DEADLY = [fault for fault in PROGRAM_FAULTS if fault.ends is not Outcome.FAIL]
 
 
+REFERENCE = "q4_conformance_faults.programs:ToyPrograms"
+"""A backend that runs programs by the reference of q4-programs."""
+
+
 def require_programs_pass(name: str) -> None:
     """Run every case of a backend; the reference may make tensors."""
     target = find_target(name, profile="program", formats=["nf4"])
     assert cases_for(target) == CASES
     for case in CASES:
         result = run_case(case, subject_for(target))
-        is_free = name == "dequant-fallback" and case.part == "quiet"
-        assert result.outcome is (Outcome.NOT_DECLARED if is_free else Outcome.PASS), result
+        is_free = name == REFERENCE and case.part == "quiet"
+        assert result.outcome is (Outcome.FAIL if is_free else Outcome.PASS), result
 
 
 def test_programs_pass() -> None:
@@ -42,12 +46,22 @@ def test_programs_pass() -> None:
 
 def test_programs_of_the_reference_pass() -> None:
     """The reference passes them, where MKL keeps the order of its sums: its products are torch's own."""
-    program = f"import {__name__} as cases; cases.require_programs_pass('dequant-fallback')"
+    program = f"import {__name__} as cases; cases.require_programs_pass(cases.REFERENCE)"
     variables = {**os.environ, "MKL_CBWR": "AVX2,STRICT", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False, timeout=scaled(120)
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_kit_without_the_contract_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without q4-programs programs can't be judged, and the result says what to install."""
+    monkeypatch.setitem(sys.modules, "q4_programs", None)
+    monkeypatch.delitem(sys.modules, "q4_conformance.subjects.scenes", raising=False)
+    monkeypatch.delitem(sys.modules, "q4_conformance.oracle.operations", raising=False)
+    result = run_case(CASES[0], subject_for(find_target("cpu-native", profile="program")))
+    assert result.outcome is Outcome.NOT_TESTABLE
+    assert "pip install q4-programs" in result.message
 
 
 def test_programs_that_are_not_declared() -> None:
@@ -83,6 +97,6 @@ def test_deadly_programs_are_caught(fault: Fault, install: Callable[..., None]) 
 
 def test_a_backend_s_programs_are_judged_by_their_own_profile() -> None:
     """Unasked, a backend is judged by its products; programs must be asked for."""
-    assert find_target("dequant-fallback").profile == "kernel"
-    assert find_target("dequant-fallback", profile="program").profile == "program"
-    assert q4.default_registry().backends()["dequant-fallback"].capabilities.ops >= {"program"}
+    assert find_target("cpu-native").profile == "kernel"
+    assert find_target("cpu-native", profile="program").profile == "program"
+    assert q4.default_registry().backends()["cpu-native"].capabilities.ops >= {"program"}

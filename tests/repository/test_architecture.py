@@ -31,7 +31,6 @@ PUBLIC_MODULES = {
     "q4core.memory",
     "q4core.moved",
     "q4core.plugin_api",
-    "q4core.programs",
 }
 """What may be imported from: the face itself, and the submodules that the guide documents."""
 CORE_IMPORTS = {"torch", "attrs", "pluggy", "structlog"}
@@ -40,10 +39,13 @@ REFERENCE = "q4_dequant_fallback"
 """The kit needs it, and finds it by its entry point, as it finds whatever it judges: it imports no plugin."""
 QUANTIZER = "q4_quantize"
 """Packages that call ``q4.quantize`` declare it; the core finds it by its entry point."""
-BUILT_UPON = {"q4_actors", "q4_lm", "q4_nn", "q4_triton_kernels"}
-"""Packages that plugins may import: actors, layers and models to build on, and kernels that several plugins share."""
-KIT: dict[str, set[str]] = {"q4_conformance": set(), "q4_conformance_faults": {"q4_conformance"}}
-"""Each package of the kit → what else it may import: no plugin, and faults the kit that must catch them."""
+BUILT_UPON = {"q4_actors", "q4_lm", "q4_nn", "q4_programs", "q4_triton_kernels"}
+"""Packages that plugins may import: actors, layers, models, programs to build on, and kernels that several share."""
+KIT: dict[str, set[str]] = {
+    "q4_conformance": {"q4_programs"},
+    "q4_conformance_faults": {"q4_conformance", "q4_programs"},
+}
+"""Each package of the kit → what else it may import: no plugin, the contract of programs, and faults the kit."""
 IMPORT_SECONDS = 0.3
 OUT_OF_ROOM = frozenset(
     {
@@ -183,7 +185,7 @@ def test_every_folder_of_peers_is_run() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_imports_no_other_plugin(package: str) -> None:
-    """A plugin imports no other plugin, but for those made to be built upon; the kit imports none at all."""
+    """A plugin imports no other plugin, but for those made to be built upon; the kit imports none."""
     allowed = {package} | KIT.get(package, BUILT_UPON)
     others = PACKAGES.keys() - allowed
     assert [str(item) for item in _imports(PACKAGES[package]) if _top(item) in others] == []

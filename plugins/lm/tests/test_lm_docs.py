@@ -12,7 +12,7 @@ import torch
 
 from q4_conformance import Outcome, layer_cases, run_case
 from q4_conformance.subjects.layer_type import LayerSubject
-from q4_nn import make_program
+from q4_programs import make_program
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
 import q4core as q4
-from q4_nn import PackedEmbedding, make_program, pack_, to_ste_
+from q4_nn import PackedEmbedding, pack_, to_ste_
 from q4_nn.training.layers import ste_matrix
+from q4_programs import make_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable

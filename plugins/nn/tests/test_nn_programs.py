@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import q4core as q4
-from q4_nn import LayerType, OffsetRMSNorm, build_mlp, build_rnn, make, make_program, pack_
-from q4core.programs import Op
+from q4_nn import LayerType, OffsetRMSNorm, build_mlp, build_rnn, make, pack_
+from q4_programs import Op, make_program
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from q4_nn import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 CONFIG = q4.SessionConfig(device="cpu", activation_precision=q4.ActivationPrecision.EXACT)
 
@@ -169,7 +169,8 @@ def test_third_parties_layers_emit(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = LayerType("wrapped", Wrapped, emit=emit)
     plugin = types.SimpleNamespace(q4_layers=q4.hookimpl(lambda: [kind]))
     registry = q4.Registry([("wrapped", plugin), *_installed()])
-    monkeypatch.setattr("q4_nn.layer_type.default_registry", lambda: registry)
+    for module in ("q4_nn.layer_type", "q4_programs.builder"):
+        monkeypatch.setattr(f"{module}.default_registry", lambda: registry)
     layer = make("wrapped")
     check(nn.Sequential(Scale(8), layer), X)
     check(layer, X)

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_conformance.outcome import Outcome
-from q4_conformance.subjects.reference import reference_backend
 from q4_conformance_faults.fault import program_fault
 from q4_conformance_faults.toy import ToyKernel
+from q4_programs import REFERENCE, Op
 from q4core import InputError
-from q4core.programs import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from q4core.programs import Program
+    from q4_programs import Program
 
 __all__ = ["ToyPrograms"]
 
@@ -43,8 +42,7 @@ class ToyPrograms(ToyKernel):
 
     def bind_program(self, program: Program, buffers: Sequence[Tensor], layers: Any) -> Callable[[], None]:
         """Bind by the reference."""
-        reference: Any = reference_backend()
-        run = reference.bind_program(program, buffers, layers)
+        run = REFERENCE.bind_program(program, buffers, layers)
 
         def call() -> None:
             try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from q4core.programs import Op
+from q4_programs import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,6 @@ import torch
 
 from q4_cpu_native.isa import choose
 from q4_cpu_native.layout import CHUNK, SMALL_BLOCK, TileMeta, matrix_of, source_arguments
-from q4_cpu_native.program import NativeRunner
 from q4_cpu_native.tables import table_of, words_of
 from q4core import (
     Capabilities,
@@ -38,7 +37,8 @@ from q4core import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from q4core.programs import BoundLayer, Program
+    from q4_cpu_native.program import NativeRunner
+    from q4_programs import BoundLayer, Program
 
 __all__ = ["CpuNative"]
 
@@ -182,6 +182,8 @@ class CpuNative:
         self, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]
     ) -> NativeRunner:
         """Bind a program to one native call."""
+        from q4_cpu_native.program import NativeRunner  # noqa: PLC0415  # q4-programs, which calls this, may be missing
+
         if not self._isa:
             raise PrepareError([Reason(self._chosen.code, self._chosen.told)])
         return NativeRunner(program, buffers, layers, self._families, self._isa)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from q4_programs import Op
 from q4core import InputError, PrepareError, Reason, ReasonCode
-from q4core.programs import Op
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from q4_cpu_native.layout import TileMeta
-    from q4core.programs import BoundLayer, Program, Step
+    from q4_programs import BoundLayer, Program, Step
 
 __all__ = ["NativeRunner"]
 

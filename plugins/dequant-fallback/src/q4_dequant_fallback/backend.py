@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from q4_dequant_fallback.program import bind_program
 from q4core import (
     EVERY_FORMAT,
     BlockOrder,
@@ -54,9 +53,8 @@ class DequantFallback:
         dtypes=_DTYPES,
         precisions={Precision.W4A32, Precision.W4A16},
         features=frozenset(Feature),
-        ops={"linear", "program"},
+        ops={"linear"},
     )
-    bind_program = staticmethod(bind_program)
 
     def check(self, request: Request) -> Support:
         """Offer the one path; whatever the manifest allows can be served."""

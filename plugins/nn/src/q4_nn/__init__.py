@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from q4_nn.blocks.attention import MultiHeadAttention
 from q4_nn.blocks.cache import KVCache
 from q4_nn.blocks.embedding import PackedEmbedding
@@ -14,8 +16,6 @@ from q4_nn.convert.replacing import convert_linears_
 from q4_nn.convert.table import Conversion, ConversionTable
 from q4_nn.layer_type import LayerExample, LayerType, layer_types, make
 from q4_nn.plugin import q4_layers
-from q4_nn.programs.builder import EmissionError, ProgramBuilder, Value
-from q4_nn.programs.network import NetworkProgram, make_program
 from q4_nn.registry.builders import build_cnn, build_mlp, build_rnn
 from q4_nn.registry.description import build, describe
 from q4_nn.registry.initialise import initialise_
@@ -43,7 +43,6 @@ __all__ = [
     "ConversionTable",
     "Costs",
     "EarlyStop",
-    "EmissionError",
     "FeedForward",
     "FilledLinear",
     "JoinedLinear",
@@ -52,10 +51,8 @@ __all__ = [
     "LayerExample",
     "LayerType",
     "MultiHeadAttention",
-    "NetworkProgram",
     "OffsetRMSNorm",
     "PackedEmbedding",
-    "ProgramBuilder",
     "Q4Conv2d",
     "Q4Recurrent",
     "RopeScaling",
@@ -66,7 +63,6 @@ __all__ = [
     "State",
     "Trainer",
     "TrainingError",
-    "Value",
     "build",
     "build_cnn",
     "build_mlp",
@@ -82,7 +78,6 @@ __all__ = [
     "linear_ste",
     "load_model",
     "make",
-    "make_program",
     "pack_",
     "q4_layers",
     "quantize_packed",
@@ -117,4 +112,7 @@ _TO_LM = (
     "render_chat",
     "stream_text",
 )
-__getattr__ = getattr_of(__name__, dict.fromkeys(_TO_LM, "q4_lm"))
+_TO_PROGRAMS = ("EmissionError", "NetworkProgram", "ProgramBuilder", "Value", "make_program")
+
+if not TYPE_CHECKING:  # for a checker, a name that is not here stays an error
+    __getattr__ = getattr_of(__name__, dict.fromkeys(_TO_LM, "q4_lm") | dict.fromkeys(_TO_PROGRAMS, "q4_programs"))

@@ -30,7 +30,7 @@ __all__ = [
 
 Shape = tuple[int | None, ...]
 """Sizes of one sample, the batch left out; None for a size that may be any, such as the length of a text."""
-_ATTRIBUTE = "_q4_layer"
+_ATTRIBUTE = "q4_layer"
 
 
 def _unchanged(shape: Shape, **_: Any) -> Shape:

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from q4_nn.blocks.cache import CachePlaces
-from q4_nn.programs.builder import ProgramBuilder, Watch
-from q4_nn.programs.network import layers_of
+from q4_programs import Op, ProgramBuilder, Watch, layers_of, refuse
 from q4core import Q4Error
-from q4core.programs import Op, refuse
 
 if TYPE_CHECKING:
     from q4_nn.blocks.cache import KVCache

@@ -14,12 +14,12 @@ from q4_nn.blocks.feed_forward import FeedForward
 from q4_nn.blocks.norm import OffsetRMSNorm
 from q4_nn.blocks.rotary import RotaryEmbedding
 from q4_nn.registry.initialise import initialise_
+from q4_programs import Op
 from q4core import ConfigError, InputError
-from q4core.programs import Op
 
 if TYPE_CHECKING:
     from q4_nn.blocks.cache import CachePlaces
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 __all__ = ["TransformerBlock", "TransformerDecoder", "TransformerEncoder", "build_transformer", "empty_transformer"]
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from q4_nn.blocks.joined import emit_project, project
+from q4_programs import Op
 from q4core import ConfigError, InputError
-from q4core.programs import Op
 
 if TYPE_CHECKING:
     from q4_nn.blocks.cache import CachePlaces, KVCache
     from q4_nn.blocks.rotary import RotaryEmbedding
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 __all__ = ["MultiHeadAttention", "attend", "visible"]
 

@@ -12,7 +12,7 @@ from q4core import InputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 __all__ = ["CachePlaces", "KVCache"]
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from q4core.programs import Op
+from q4_programs import Op
 
 if TYPE_CHECKING:
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 __all__ = ["PackedEmbedding"]
 

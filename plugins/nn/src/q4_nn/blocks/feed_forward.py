@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from q4_nn.blocks.joined import emit_project, project
+from q4_programs import Op
 from q4core import ConfigError
 from q4core.plugin_api import closest_name
-from q4core.programs import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 __all__ = ["ACTIVATIONS", "FeedForward"]
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from q4_nn.programs.emitters import emit_parts
+from q4_programs import emit_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 __all__ = ["JoinedLinear", "emit_project", "project"]
 

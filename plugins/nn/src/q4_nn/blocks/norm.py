@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from q4_nn.programs.emitters import emit_rms_norm
+from q4_programs import emit_rms_norm
 
 if TYPE_CHECKING:
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 __all__ = ["OffsetRMSNorm"]
 

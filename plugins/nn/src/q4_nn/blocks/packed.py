@@ -8,14 +8,13 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from q4_nn.programs.emitters import emit_recurrent
+from q4_programs import Op, emit_recurrent
 from q4core import InputError
-from q4core.programs import Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 __all__ = ["FilledLinear", "Q4Conv2d", "Q4Recurrent"]
 

@@ -18,15 +18,15 @@ import attrs
 import torch
 from torch import nn
 
+from q4_programs import Op
 from q4core import ConfigError
 from q4core.plugin_api import closest_name
-from q4core.programs import Op
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from q4_nn.blocks.cache import CachePlaces
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 __all__ = ["RopeScaling", "RotaryEmbedding"]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from q4_nn.layer_type import Shape
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs import ProgramBuilder, Value
 
 __all__ = ["LAYER_TYPES", "Select", "tokens_shape"]
 

@@ -1,4 +1,4 @@
-"""What torch's own modules, and packed layers, emit."""
+"""Emitters: the operations of torch's own modules and of packed layers."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from q4_programs.program import Op
 from q4core import Q4Linear
-from q4core.programs import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from q4_nn.programs.builder import ProgramBuilder, Value
+    from q4_programs.operations import Operations, Value
 
 __all__ = ["EMITTERS", "emit_parts", "emit_recurrent", "emit_rms_norm"]
 
 
-def _linear(module: Any, builder: ProgramBuilder, x: Value, *, out: Value | None = None) -> Value:
+def _linear(module: Any, builder: Operations, x: Value, *, out: Value | None = None) -> Value:
     shape = (*x.shape[:-1], module.out_features)
     if isinstance(module, Q4Linear):
         return builder.step(Op.LINEAR, x, out=out, shape=shape, numbers=(0,), layer=module)
@@ -28,27 +28,27 @@ def _linear(module: Any, builder: ProgramBuilder, x: Value, *, out: Value | None
     return builder.step(Op.LINEAR, x, *own, out=out, shape=shape, numbers=(len(own) - 1,))
 
 
-def _embedding(module: nn.Embedding, builder: ProgramBuilder, tokens: Value) -> Value:
+def _embedding(module: nn.Embedding, builder: Operations, tokens: Value) -> Value:
     if module.max_norm is not None:
         builder.refuse("max_norm changes the table")
     table = builder.bound(module.weight, "weight")
     return builder.step(Op.EMBEDDING, tokens, table, shape=(*tokens.shape, module.embedding_dim))
 
 
-def emit_rms_norm(module: nn.RMSNorm, builder: ProgramBuilder, x: Value, *, shift: float = 0.0) -> Value:
+def emit_rms_norm(module: nn.RMSNorm, builder: Operations, x: Value, *, shift: float = 0.0) -> Value:
     """Emit ``x / sqrt(mean(x²) + eps) · (weight + shift)``."""
     weight = _norm_weight(module, builder, x, module.weight, 1.0)
     epsilon = torch.finfo(torch.float32).eps if module.eps is None else module.eps
     return builder.step(Op.RMS_NORM, x, weight, numbers=(epsilon, shift))
 
 
-def _layer_norm(module: nn.LayerNorm, builder: ProgramBuilder, x: Value) -> Value:
+def _layer_norm(module: nn.LayerNorm, builder: Operations, x: Value) -> Value:
     weight = _norm_weight(module, builder, x, module.weight, 1.0)
     bias = _norm_weight(module, builder, x, module.bias, 0.0)
     return builder.step(Op.LAYER_NORM, x, weight, bias, numbers=(module.eps,))
 
 
-def _norm_weight(module: Any, builder: ProgramBuilder, x: Value, weight: torch.Tensor | None, start: float) -> Value:
+def _norm_weight(module: Any, builder: Operations, x: Value, weight: torch.Tensor | None, start: float) -> Value:
     """Return the weight of a norm of rows, or one that changes nothing."""
     if tuple(module.normalized_shape) != x.shape[-1:]:
         builder.refuse(f"it norms {list(module.normalized_shape)} of {list(x.shape)}, not rows")
@@ -62,33 +62,33 @@ def _unary(op: Op) -> Callable[..., Value]:
     return lambda _module, builder, x: builder.step(op, x)
 
 
-def _gelu(module: nn.GELU, builder: ProgramBuilder, x: Value) -> Value:
+def _gelu(module: nn.GELU, builder: Operations, x: Value) -> Value:
     return builder.step(Op.GELU if module.approximate == "none" else Op.GELU_TANH, x)
 
 
-def _softmax(module: nn.Softmax, builder: ProgramBuilder, x: Value) -> Value:
+def _softmax(module: nn.Softmax, builder: Operations, x: Value) -> Value:
     if module.dim not in {-1, len(x.shape) - 1}:
         builder.refuse(f"softmax over dim {module.dim}, not over rows")
     return builder.step(Op.SOFTMAX, x)
 
 
-def _same(_module: nn.Module, _builder: ProgramBuilder, x: Any) -> Any:
+def _same(_module: nn.Module, _builder: Operations, x: Any) -> Any:
     return x
 
 
-def _flatten(module: nn.Flatten, builder: ProgramBuilder, x: Value) -> Value:
+def _flatten(module: nn.Flatten, builder: Operations, x: Value) -> Value:
     count = len(x.shape)
     first, last = module.start_dim % count, module.end_dim % count
     return builder.reshape(x, (*x.shape[:first], math.prod(x.shape[first : last + 1]), *x.shape[last + 1 :]))
 
 
-def _sequential(module: nn.Sequential, builder: ProgramBuilder, x: Any) -> Any:
+def _sequential(module: nn.Sequential, builder: Operations, x: Any) -> Any:
     for child in module:
         x = builder.emit(child, x)
     return x
 
 
-def emit_parts(builder: ProgramBuilder, x: Value, layers: Sequence[Any], parts: Sequence[Sequence[int]]) -> list[Value]:
+def emit_parts(builder: Operations, x: Value, layers: Sequence[Any], parts: Sequence[Sequence[int]]) -> list[Value]:
     """Emit linear layers that share their x, and return the parts of their results; of one row, side by side."""
     is_row = x.view.rows == 1
     joint = builder.scratch((*x.shape[:-1], sum(map(sum, parts)))) if is_row else None
@@ -106,7 +106,7 @@ def emit_parts(builder: ProgramBuilder, x: Value, layers: Sequence[Any], parts: 
     return found
 
 
-def _recurrent(module: nn.RNNBase, builder: ProgramBuilder, x: Value, state: Any = None) -> tuple[Value, Any]:
+def _recurrent(module: nn.RNNBase, builder: Operations, x: Value, state: Any = None) -> tuple[Value, Any]:
     if module.proj_size:
         builder.refuse("a projection of its state is not emitted")
 
@@ -122,7 +122,7 @@ def _recurrent(module: nn.RNNBase, builder: ProgramBuilder, x: Value, state: Any
 
 
 def emit_recurrent(
-    module: Any, builder: ProgramBuilder, x: Value, state: Any, product: Callable[[str, int, Value], Value]
+    module: Any, builder: Operations, x: Value, state: Any, product: Callable[[str, int, Value], Value]
 ) -> tuple[Value, Any]:
     """Emit an RNN, LSTM or GRU, position by position, and return (y, state).
 
@@ -175,13 +175,13 @@ def _cells(module: Any) -> range:
 
 
 def _plain_cell(op: Op) -> Callable[..., list[Value]]:
-    def emit(builder: ProgramBuilder, given: Value, kept: Value, _now: list[Value], out: Value) -> list[Value]:
+    def emit(builder: Operations, given: Value, kept: Value, _now: list[Value], out: Value) -> list[Value]:
         return [builder.step(op, builder.step(Op.ADD, given, kept), out=out)]
 
     return emit
 
 
-def _lstm_cell(builder: ProgramBuilder, given: Value, kept: Value, now: list[Value], out: Value) -> list[Value]:
+def _lstm_cell(builder: Operations, given: Value, kept: Value, now: list[Value], out: Value) -> list[Value]:
     size = now[0].shape[-1]
     total = builder.step(Op.ADD, given, kept)
     both = builder.step(Op.SIGMOID, builder.columns(total, 0, 2 * size))
@@ -192,7 +192,7 @@ def _lstm_cell(builder: ProgramBuilder, given: Value, kept: Value, now: list[Val
     return [builder.step(Op.MULTIPLY, let, builder.step(Op.TANH, memory), out=out), memory]
 
 
-def _gru_cell(builder: ProgramBuilder, given: Value, kept: Value, now: list[Value], out: Value) -> list[Value]:
+def _gru_cell(builder: Operations, given: Value, kept: Value, now: list[Value], out: Value) -> list[Value]:
     size = now[0].shape[-1]
     total = builder.step(Op.ADD, builder.columns(given, 0, 2 * size), builder.columns(kept, 0, 2 * size))
     both = builder.step(Op.SIGMOID, total)

@@ -10,7 +10,7 @@ import torch
 
 import q4core as q4
 from q4_dequant_fallback import DequantFallback
-from q4core.programs import Buffer, Op, Program, Step, View, bind, refuse
+from q4_programs import REFERENCE, Buffer, Op, Program, Step, View, bind, refuse
 from tests.support.fakes import FakeBackend
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Runs(FakeBackend):
     def bind_program(self, program: Program, buffers: list[torch.Tensor], layers: Any) -> Callable[[], None]:
         """Bind by the reference."""
         self.bound += 1
-        run = DequantFallback.bind_program(program, buffers, layers)
+        run = REFERENCE.bind_program(program, buffers, layers)
 
         def call() -> None:
             run()
@@ -79,8 +79,8 @@ def test_the_reference_runs_what_nobody_else_does() -> None:
     bound = bind(program, buffers, layers, name="mlp", registry=registry)
     bound()
     assert torch.equal(buffers[1], expected(buffers[0], layers))
-    assert bound.record.backend == "dequant-fallback"
-    assert bound.record.reasons == ("not fake: programs on cpu are not declared",)
+    assert bound.record.backend == "reference"
+    assert bound.record.reasons == ("not fake: op 'program' is not declared for cpu",)
     assert all(tensor.data_ptr() % 64 == 0 for tensor in bound.buffers)
 
 
@@ -111,7 +111,7 @@ def test_layers_of_several_backends_run_by_the_reference() -> None:
     layers[1] = packed(other, N, HIDDEN)
     bound = bind(program, buffers, layers, registry=registry)
     bound()
-    assert bound.record.backend == "dequant-fallback"
+    assert bound.record.backend == "reference"
     assert bound.record.reasons == ("not fake: layers were prepared by dequant-fallback",)
     assert torch.equal(buffers[1], expected(buffers[0], layers))
 
@@ -143,7 +143,7 @@ def test_wrong_programs_are_refused_loudly(harm: Any, message: str) -> None:
     with pytest.warns(q4.Q4ProbeWarning, match=message):
         bound = bind(program, buffers, layers, registry=registry)
     bound()
-    assert bound.record.backend == "dequant-fallback"
+    assert bound.record.backend == "reference"
     assert message in bound.record.reasons[0]
     assert torch.equal(buffers[1], expected(buffers[0], layers))
 
@@ -174,13 +174,32 @@ def test_a_refusal_to_bind_and_an_error_are_reasons() -> None:
         assert bind(program, buffers, layers, registry=registry).record.reasons[0].startswith(text)
 
 
-def test_nobody_to_run_it() -> None:
-    """Without a reference a program has nobody, and the error has every reason."""
-    given = [Runs()]
-    registry = q4.Registry([("given", types.SimpleNamespace(q4_backends=q4.hookimpl(lambda: given)))])
+def test_the_reference_needs_no_plugin() -> None:
+    """A backend alone is compared with the reference of this package, which no registry holds."""
+    backend = Runs()
+    registry = q4.Registry([("given", types.SimpleNamespace(q4_backends=q4.hookimpl(lambda: [backend])))])
     program, buffers, layers = network(registry)
-    with pytest.raises(q4.BackendUnavailableError, match="nothing to compare it with; install the package q4-dequant"):
-        bind(program, buffers, layers, registry=registry)
+    assert bind(program, buffers, layers, registry=registry).record.backend == "fake"
+
+
+def test_nobody_to_run_it() -> None:
+    """Where not even the reference computes, the error has every reason."""
+    step = Step(Op.SILU, (View(0, 1, 8),), (View(1, 1, 8),))
+    program = Program([Buffer(name, 8, is_bound=True) for name in "xy"], (step,))
+    with pytest.raises(q4.BackendUnavailableError) as caught:
+        bind(program, [torch.zeros(8, device="meta")] * 2, registry=registry_of(Runs()))
+    assert "not fake: op 'program' is not declared for meta" in str(caught.value)
+    assert "not reference: device: the reference does not run on meta" in str(caught.value)
+
+
+def test_a_backend_that_declares_programs_must_have_them() -> None:
+    """The op without its method is a reason in the record, and the reference runs."""
+    registry = registry_of(FakeBackend(ops={"linear", "program"}))
+    program, buffers, layers = network(registry)
+    bound = bind(program, buffers, layers, registry=registry)
+    bound()
+    assert bound.record.backend == "reference"
+    assert bound.record.reasons == ("not fake: op 'program' is declared without the methods bind_program",)
 
 
 def test_a_broken_run_is_a_backend_error() -> None:

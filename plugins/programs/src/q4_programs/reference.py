@@ -1,4 +1,4 @@
-"""Programs in plain torch: each operation writes to its views; on CUDA they are captured as one graph.
+"""The reference of programs, in plain torch: each operation writes to its views; on CUDA one graph captures them.
 
 The graph is built and tested without a GPU only as far as that goes: no CUDA device has run it yet.
 """
@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from q4core import InputError
-from q4core.programs import Op
+from q4_programs.program import Op
+from q4core import InputError, PrepareError, Reason, ReasonCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from q4core.programs import BoundLayer, Program, Step, View
+    from q4_programs.contract import BoundLayer, Runner
+    from q4_programs.program import Program, Step, View
 
     Part = Callable[[], object]
 
-__all__ = ["bind_program"]
+__all__ = ["REFERENCE", "Reference"]
 
 _aten: Any = torch.ops.aten
 _UNARY: dict[Op, Callable[..., object]] = {
@@ -36,27 +37,41 @@ _UNARY: dict[Op, Callable[..., object]] = {
 _BINARY: dict[Op, Callable[..., object]] = {Op.ADD: torch.add, Op.MULTIPLY: torch.mul}
 
 
-def bind_program(program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]) -> Part:
-    """Return what runs a program over buffers; packed layers run through themselves, whoever prepared them."""
-    parts: list[Part] = []
-    limits: list[tuple[torch.Tensor, int, str]] = []
-    written: set[int] = set()
-    for index, step in enumerate(program.steps):
-        what = f"program step {index}, {step.op.value} {step.label}".rstrip()
-        inputs, outputs = ([_tensor(buffers, view) for view in views] for views in (step.inputs, step.outputs))
-        module = None if step.layer is None else layers[step.layer].module
-        limits += [
-            (tensor, _limit(step, module), what)
-            for view, tensor in zip(step.inputs, inputs, strict=True)
-            if tensor.dtype is torch.int64 and view.buffer not in written
-        ]
-        written.update(view.buffer for view in step.outputs)
-        parts.append(_part(step, inputs, outputs, module))
-    if buffers[0].is_cuda:
-        # A packed layer's rows are checked on the CPU, which no graph can do; there is one such step, the first.
-        first = 1 if program.steps[0].op is Op.EMBEDDING and program.steps[0].layer is not None else 0
-        parts = [*parts[:first], _captured(parts[first:], [buffers[index] for index in sorted(written)])]
-    return functools.partial(_run, limits, parts)
+class Reference:
+    """What runs every program, and what backends are compared with; packed layers run through themselves."""
+
+    name = "reference"
+
+    def bind_program(self, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]) -> Runner:
+        """Return what runs a program over buffers.
+
+        Raises:
+            PrepareError: The buffers are neither on the CPU nor on a CUDA device.
+        """
+        if buffers[0].device.type not in {"cpu", "cuda"}:
+            raise PrepareError([Reason(ReasonCode.DEVICE, f"the reference does not run on {buffers[0].device.type}")])
+        parts: list[Part] = []
+        limits: list[tuple[torch.Tensor, int, str]] = []
+        written: set[int] = set()
+        for index, step in enumerate(program.steps):
+            what = f"program step {index}, {step.op.value} {step.label}".rstrip()
+            inputs, outputs = ([_tensor(buffers, view) for view in views] for views in (step.inputs, step.outputs))
+            module = None if step.layer is None else layers[step.layer].module
+            limits += [
+                (tensor, _limit(step, module), what)
+                for view, tensor in zip(step.inputs, inputs, strict=True)
+                if tensor.dtype is torch.int64 and view.buffer not in written
+            ]
+            written.update(view.buffer for view in step.outputs)
+            parts.append(_part(step, inputs, outputs, module))
+        if buffers[0].is_cuda:
+            # A packed layer's rows are checked on the CPU, which no graph can do; there is one such step, the first.
+            first = 1 if program.steps[0].op is Op.EMBEDDING and program.steps[0].layer is not None else 0
+            parts = [*parts[:first], _captured(parts[first:], [buffers[index] for index in sorted(written)])]
+        return functools.partial(_run, limits, parts)
+
+
+REFERENCE = Reference()
 
 
 def _run(limits: Sequence[tuple[torch.Tensor, int, str]], parts: Sequence[Part]) -> None:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from q4core.backend.support import require
-from q4core.errors import ConfigError
+from q4core import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
-    from q4core.backend.contract import Prepared
-    from q4core.backend.support import Segment
+__all__ = ["Buffer", "Op", "Program", "Step", "View"]
 
 
 class Op(enum.Enum):
@@ -97,6 +95,11 @@ def _tuple(items: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(items)
 
 
+def _require(condition: bool, what: str, name: str, rule: str, value: object) -> None:  # noqa: FBT001  # reads as a sentence
+    if not condition:
+        raise ConfigError(what, name=name, rule=rule, value=value)
+
+
 def _is_count(value: object, least: int = 1) -> bool:
     return type(value) is int and value >= least
 
@@ -123,8 +126,8 @@ class Buffer:
     def __attrs_post_init__(self) -> None:
         """Check size and dtype."""
         what = f"buffer {self.name!r}"
-        require(_is_count(self.size), what, "size", "a positive whole number", self.size)
-        require(self.dtype in {torch.float32, torch.int64}, what, "dtype", "float32 or int64", self.dtype)
+        _require(_is_count(self.size), what, "size", "a positive whole number", self.size)
+        _require(self.dtype in {torch.float32, torch.int64}, what, "dtype", "float32 or int64", self.dtype)
 
 
 @attrs.frozen
@@ -136,7 +139,7 @@ class View:
         rows: R.
         columns: C.
         offset: Of the first element, in elements.
-        stride: From row to row, in elements; ``columns`` unless told.
+        stride: From row to row, in elements; Defaults to ``columns``.
     """
 
     buffer: int
@@ -224,25 +227,25 @@ class Program:
 
     def __attrs_post_init__(self) -> None:
         """Check every view and every step."""
-        require(bool(self.steps), "program", "steps", "at least one", self.steps)
+        _require(bool(self.steps), "program", "steps", "at least one", self.steps)
         known = {index for index, buffer in enumerate(self.buffers) if buffer.is_bound}
         for index, step in enumerate(self.steps):
             label = f" ({step.label})" if step.label else ""
             what = f"program step {index}, {getattr(step.op, 'value', step.op)}{label}"
             self._check(step, what)
             early = [self.buffers[view.buffer].name for view in step.inputs if view.buffer not in known]
-            require(not early, what, "inputs", "bound or written by a step before", early)
+            _require(not early, what, "inputs", "bound or written by a step before", early)
             known.update(view.buffer for view in step.outputs)
 
     def _check(self, step: Step, what: str) -> None:
         sizes = {"1": 1}
         if step.layer is not None:
-            require(step.op in {Op.LINEAR, Op.EMBEDDING}, what, "layer", "None", step.layer)
+            _require(step.op in {Op.LINEAR, Op.EMBEDDING}, what, "layer", "None", step.layer)
             is_there = _is_count(step.layer, 0) and step.layer < len(self.layers)
-            require(is_there, what, "layer", f"below {len(self.layers)}, the number of packed layers", step.layer)
+            _require(is_there, what, "layer", f"below {len(self.layers)}, the number of packed layers", step.layer)
             names = "NK" if step.op is Op.LINEAR else "VC"
             sizes |= dict(zip(names, self.layers[step.layer], strict=True))
-            require(
+            _require(
                 step.numbers[:1] != (1.0,), what, "numbers", "without a bias beside the packed layer's", step.numbers
             )
         try:
@@ -254,12 +257,12 @@ class Program:
             self._check_view(view, torch.int64 if name[0] == "i" else torch.float32, what)
             for letter, size, of in zip(name[-2:], (view.rows, view.columns), ("rows", "columns"), strict=True):
                 rule = f"of {sizes.setdefault(letter, size)} {of}"
-                require(sizes[letter] == size, what, f"buffer {self.buffers[view.buffer].name!r}", rule, size)
+                _require(sizes[letter] == size, what, f"buffer {self.buffers[view.buffer].name!r}", rule, size)
         _check_numbers(step, sizes, what)
         for place, output in enumerate(step.outputs):
             for view in (*step.inputs, *step.outputs[:place]):
                 is_same = step.op in _IN_PLACE and view == output
-                require(is_same or not view.overlaps(output), what, "output", "apart from what else it has", output)
+                _require(is_same or not view.overlaps(output), what, "output", "apart from what else it has", output)
 
     def _check_view(self, view: View, dtype: torch.dtype, what: str) -> None:
         is_legal = (
@@ -271,9 +274,9 @@ class Program:
             and _is_count(view.stride, view.columns)
             and view.end <= self.buffers[view.buffer].size
         )
-        require(is_legal, what, "view", "inside one of the buffers, its rows apart", view)
+        _require(is_legal, what, "view", "inside one of the buffers, its rows apart", view)
         buffer = self.buffers[view.buffer]
-        require(buffer.dtype is dtype, what, f"buffer {buffer.name!r}", f"of {dtype}", buffer.dtype)
+        _require(buffer.dtype is dtype, what, f"buffer {buffer.name!r}", f"of {dtype}", buffer.dtype)
 
 
 def _check_numbers(step: Step, sizes: dict[str, int], what: str) -> None:
@@ -299,59 +302,4 @@ def _check_numbers(step: Step, sizes: dict[str, int], what: str) -> None:
         rule = "kv_heads (a divisor of the heads and of the cache's rows), scale, and a window ≥ 0"
     elif is_legal and op is Op.TOP_K:
         is_legal, rule = numbers[0] == sizes["T"] <= sizes["C"], "k, the columns of the outputs, at most those of x"
-    require(is_legal, what, "numbers", rule, numbers)
-
-
-@attrs.frozen(eq=False)
-class BoundLayer:
-    """A packed layer of a program, as its backend prepared it.
-
-    Args:
-        prepared: The weight.
-        bias: [N] of float32, or None.
-        segments: Which path serves which number of rows.
-        module: The layer itself, a ``Q4Linear``: ``forward(x, out=out)`` and ``rows(index)`` serve the reference, which
-            runs layers of every backend.
-    """
-
-    prepared: Prepared
-    bias: torch.Tensor | None
-    segments: tuple[Segment, ...]
-    module: Any = None
-
-
-class Runner(Protocol):
-    """A bound program."""
-
-    def __call__(self) -> Sequence[int] | None:
-        """Run every step once.
-
-        What a step gives depends on what it reads alone, to the bit: neither on the number of threads nor on the steps
-        round it. All but the reference allocate nothing.
-
-        Returns:
-            None, or of each step how many rows of x had outliers, as ``linear`` does.
-
-        Raises:
-            InputError: A token or a position is out of range. Nothing has been written.
-        """
-        ...
-
-
-class RunsPrograms(Protocol):
-    """The optional capability: a backend whose manifest declares the op ``"program"`` has this method."""
-
-    def bind_program(self, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]) -> Runner:
-        """Return what runs a program over buffers.
-
-        Args:
-            program: Checked.
-            buffers: One flat tensor for each buffer of the program, scratch ones too, which are 64-byte aligned and may
-                share memory where no step needs both. They keep address and size as long as the runner is used; the
-                core looks at that.
-            layers: The packed layers, all prepared by this backend (by any, for the reference).
-
-        Raises:
-            PrepareError: The backend does not serve such a program.
-        """
-        ...
+    _require(is_legal, what, "numbers", rule, numbers)

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core.backend.program import Op, Program
-from q4core.machine import outside_inference
+from q4_programs.program import Op, Program
+from q4core.plugin_api import outside_inference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from q4core.backend.program import BoundLayer, Step, View
+    from q4_programs.contract import BoundLayer, RunsPrograms
+    from q4_programs.program import Step, View
+
+__all__ = ["find_fault", "view_of"]
 
 _PARAMETERS = frozenset({Op.LINEAR, Op.EMBEDDING, Op.RMS_NORM, Op.LAYER_NORM, Op.ROTARY})
 """Operations whose float inputs behind the first are a model's own: read, never written."""
@@ -33,13 +36,17 @@ def view_of(buffer: torch.Tensor, view: View) -> torch.Tensor:
 
 
 def find_fault(
-    backend: Any, reference: Any, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]
+    backend: RunsPrograms,
+    reference: RunsPrograms,
+    program: Program,
+    buffers: Sequence[torch.Tensor],
+    layers: Sequence[BoundLayer],
 ) -> str | None:
     """Return what is wrong with a backend's results for a program, or None.
 
     Args:
         backend: Declares programs.
-        reference: The backend that it is compared with.
+        reference: What it is compared with.
         program: Checked.
         buffers: Flat, one for each buffer of the program; those that are no parameters are neither read nor written.
         layers: Bound.

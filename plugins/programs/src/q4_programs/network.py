@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from q4_nn.programs.builder import ProgramBuilder, Watch, flat
+from q4_programs.builder import ProgramBuilder, flat
+from q4_programs.records import ProgramRecord, refuse
+from q4_programs.watch import Watch
 from q4core import InputError, Q4Error, Q4Linear
 from q4core.plugin_api import is_plain_call
-from q4core.programs import ProgramRecord, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from q4core.programs import BoundProgram
+    from q4_programs.binding import BoundProgram
 
 __all__ = ["NetworkProgram", "layers_of", "make_program"]
 
@@ -106,7 +107,7 @@ def make_program(model: nn.Module, *examples: Any, name: str | None = None) -> N
         model: In eval mode.
         *examples: Tensors, or tuples of them, as the network takes them: float32, or int64 for tokens. Only their
             shapes, dtypes and device count.
-        name: For reports; the class of the network unless told.
+        name: For reports. Defaults to the class of the network.
 
     Returns:
         What takes the inputs as the network does, and gives its results to rounding.

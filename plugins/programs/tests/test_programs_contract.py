@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4core.programs import Buffer, Op, Program, Step, View
+from q4_programs import Buffer, Op, Program, Step, View
 
 FLOATS, NUMBERS = Buffer("floats", 4096, is_bound=True), Buffer("numbers", 64, torch.int64, is_bound=True)
 SCRATCH = Buffer("scratch", 4096)

@@ -5,14 +5,45 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from q4core.diagnostics.events import emit
-from q4core.extension import attach_record, record_of
-from q4core.layers.diagnosis import ProgramRecord
+import attrs
+
+from q4core.extension import Record, attach_record, record_of
+from q4core.plugin_api import emit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from q4core.layers.linear import Q4Linear
+    from q4core import Q4Linear
+
+__all__ = ["ProgramRecord", "attach", "refuse"]
+
+
+@attrs.define(eq=False)
+class ProgramRecord(Record):
+    """What became of a program: who runs it, and why nobody else does.
+
+    Args:
+        name: Its name.
+        backend: Who runs it; None where the modules run one by one.
+        steps: Operations of a run.
+        reasons: Why no other backend runs it, or why there is no program.
+        calls: How often it ran.
+    """
+
+    section = "programs"
+
+    name: str
+    backend: str | None = None
+    steps: int = 0
+    reasons: tuple[str, ...] = ()
+    calls: int = 0
+
+    def __str__(self) -> str:
+        """Return the record as a few lines."""
+        ran = "the modules run one by one"
+        if self.backend is not None:
+            ran = f"{self.steps} steps on {self.backend}, ran {self.calls} ×"
+        return "\n".join([f"program {self.name}: {ran}", *(f"  {reason}" for reason in self.reasons)])
 
 
 def attach(record: ProgramRecord, layers: Sequence[Q4Linear]) -> ProgramRecord:

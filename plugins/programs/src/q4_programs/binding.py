@@ -10,31 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core.backend.program import BoundLayer, Program, Step
-from q4core.diagnostics.describe_exception import describe_exception
-from q4core.errors import (
-    PLUGIN_FAULTS,
+from q4_programs.contract import BoundLayer
+from q4_programs.probe import find_fault, view_of
+from q4_programs.records import ProgramRecord, attach
+from q4_programs.reference import REFERENCE
+from q4core import (
     BackendUnavailableError,
     InputError,
     LifecycleError,
     PrepareError,
+    default_registry,
 )
-from q4core.extension import LayerHandle, prove_once, watch
-from q4core.layers.diagnosis import ProgramRecord
-from q4core.machine import outside_inference
-from q4core.plugins.registry import default_registry
-from q4core.programs.probe import find_fault, view_of
-from q4core.programs.records import attach
-from q4core.selection.plan import raise_broken_call
+from q4core.extension import LayerHandle, find_refusal, prove_once, raise_broken_call, watch
+from q4core.plugin_api import PLUGIN_FAULTS, describe_exception, outside_inference
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from q4core.backend.program import Runner, View
-    from q4core.layers.linear import Q4Linear
-    from q4core.plugins.registry import Registry
+    from q4_programs.contract import Runner
+    from q4_programs.program import Program, Step, View
+    from q4core import Q4Linear, Registry
 
-_REFERENCE = "dequant-fallback"
+__all__ = ["BoundProgram", "bind"]
+
 _ALIGNMENT = 64
 _ADDRESS, _SIZE, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.stride
 
@@ -88,7 +86,7 @@ class BoundProgram:
         self._places = self._found()
         self._counts: list[tuple[list[int], int]] = []
         self._packed: list[tuple[int, LayerHandle]] = []
-        if record.backend != _REFERENCE:  # which calls the layers, who count for themselves
+        if backend is not REFERENCE:  # which calls the layers, and these count for themselves
             steps = [(number, step) for number, step in enumerate(program.steps) if step.op.value == "linear"]
             uses = [(number, layers[step.layer], step) for number, step in steps if step.layer is not None]
             self._counts = [(layer.calls, layer.segment_index(step.inputs[0].rows) or 0) for _, layer, step in uses]
@@ -152,7 +150,7 @@ def bind(
     """Bind a program to buffers and layers, and choose who runs it.
 
     That is a backend that declares programs and has prepared every packed layer, once its results are those of the
-    reference; else the reference.
+    reference; else the reference, by the name of ``"reference"``.
 
     Args:
         program: What to run.
@@ -160,12 +158,12 @@ def bind(
             and dtype, in any shape.
         layers: The packed layers of the program, float32, on that device.
         name: For messages and reports.
-        registry: The plugins to choose among; the process's unless told.
+        registry: The plugins to choose among. Defaults to the process's.
 
     Raises:
         InputError: A buffer or a layer does not fit.
         LifecycleError: A layer is closed, or waits for its state.
-        BackendUnavailableError: Nobody runs the program.
+        BackendUnavailableError: Not even the reference can run the program.
     """
     registry = registry or default_registry()
     device = buffers[0].device if buffers else torch.device("cpu")
@@ -187,11 +185,12 @@ def bind(
         for layer, handle in zip(layers, handles, strict=True)
     ]
     reasons: list[str] = []
-    for backend in sorted(registry.backends().values(), key=lambda item: item.name == _REFERENCE):
+    candidates: list[Any] = [*registry.backends().values(), REFERENCE]
+    for backend in candidates:
         runner = None
         if (reason := _refusal(backend, handles, device)) is None:
             try:
-                runner = backend.bind_program(program, flat, bound)  # type: ignore[attr-defined]  # declared
+                runner = backend.bind_program(program, flat, bound)
                 kind = str(device), *(_kind(step, handles) for step in program.steps)
                 reason = _fault(registry, backend, kind, handles, (program, flat, bound))
             except PrepareError as error:
@@ -201,7 +200,8 @@ def bind(
         if runner is not None and reason is None:
             record = ProgramRecord(name, backend.name, len(program.steps), tuple(reasons))
             return BoundProgram(program, tensors, handles, runner, backend, attach(record, layers))
-        if "program" in backend.capabilities.ops or any(handle.backend is backend for handle in handles):
+        is_asked = backend is REFERENCE or "program" in backend.capabilities.ops
+        if is_asked or any(handle.backend is backend for handle in handles):
             reasons.append(f"not {backend.name}: {reason}")
     raise BackendUnavailableError(f"no backend can run program {name!r} on {device}", rejections=reasons)
 
@@ -212,11 +212,12 @@ def _kind(step: Step, layers: Sequence[LayerHandle]) -> Hashable:
 
 def _refusal(backend: Any, layers: Iterable[LayerHandle], device: torch.device) -> str | None:
     """Return why a backend is not asked to bind a program, or None."""
-    declared = backend.capabilities
-    if "program" not in declared.ops or device.type not in declared.devices:
-        return f"programs on {device.type} are not declared"
+    if backend is REFERENCE:
+        return None
+    if refusal := find_refusal(backend, "program", device, ["bind_program"]):
+        return refusal
     others = sorted({layer.backend.name for layer in layers} - {backend.name})
-    return f"layers were prepared by {', '.join(others)}" if others and backend.name != _REFERENCE else None
+    return f"layers were prepared by {', '.join(others)}" if others else None
 
 
 def _fault(
@@ -227,15 +228,12 @@ def _fault(
     bound: tuple[Program, Sequence[torch.Tensor], Sequence[BoundLayer]],
 ) -> str | None:
     """Return what is wrong with a backend's programs of a kind, or None."""
-    if backend.name == _REFERENCE:
+    if backend is REFERENCE:
         return None
-    reference: Any = registry.backends().get(_REFERENCE)
-    if reference is None or "program" not in reference.capabilities.ops:
-        return f"nothing to compare it with; install the package q4-{_REFERENCE}"
     with contextlib.ExitStack() as trial:
         for layer in layers:
             trial.enter_context(layer.uncounted())
-        return prove_once(registry, backend, "programs", kind, lambda: find_fault(backend, reference, *bound))
+        return prove_once(registry, backend, "programs", kind, lambda: find_fault(backend, REFERENCE, *bound))
 
 
 def _check_buffers(program: Program, buffers: Sequence[torch.Tensor], device: torch.device, name: str) -> None:

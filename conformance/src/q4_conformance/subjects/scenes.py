@@ -1,0 +1,164 @@
+"""Scenes of programs: buffers, steps and layers that a backend binds and runs, by the contract of q4-programs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from q4_conformance.oracle.operations import exact_operation
+from q4_conformance.outcome import FailureError
+from q4_programs import Buffer, Op, Program, Step, View, bind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from q4_conformance.contract.case import Case
+    from q4_conformance.subjects.backend import BackendSubject
+    from q4_programs import BoundProgram
+    from q4core import Q4Linear
+
+__all__ = ["CANARY", "CAPACITY", "TOKENS", "Op", "Scene", "decoder", "draw", "exact_operation", "operations"]
+
+CANARY = 97.0
+_MARGIN = 19
+"""Elements before a view, and between its rows: no multiple of a vector."""
+CAPACITY = 40
+_HIDDEN, _HEADS, _KV_HEADS, _HEAD, _INNER, TOKENS = 256, 8, 2, 32, 256, 50
+
+
+@attrs.define
+class Scene:
+    """Buffers with margins of canaries round every view, and the steps over them."""
+
+    subject: BackendSubject
+    place: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    margin: int = _MARGIN
+    buffers: list[Buffer] = attrs.field(factory=list)
+    tensors: list[torch.Tensor] = attrs.field(factory=list)
+    steps: list[Step] = attrs.field(factory=list)
+    layers: list[Q4Linear] = attrs.field(factory=list)
+
+    def view(self, values: torch.Tensor) -> View:
+        """Return a view of a new buffer that holds [rows, columns]."""
+        rows, columns = values.shape
+        stride = columns + self.margin
+        dtype = values.dtype
+        flat = torch.full((self.margin + rows * stride,), int(CANARY), dtype=dtype)
+        view = View(len(self.buffers), rows, columns, self.margin, stride)
+        flat.as_strided((rows, columns), (stride, 1), self.margin).copy_(values)
+        self.buffers.append(Buffer(f"buffer {len(self.buffers)}", flat.numel(), dtype, is_bound=True))
+        self.tensors.append(self.place(flat).to(self.subject.device))
+        return view
+
+    def out(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> View:
+        """Return a view to be written."""
+        return self.view(torch.full((rows, columns), int(CANARY), dtype=dtype))
+
+    def add(self, op: Op, inputs: Sequence[View], output: View, numbers: Iterable[float] = (), **facts: Any) -> View:
+        """Add a step, and return its output."""
+        self.steps.append(Step(op, inputs, (output, *facts.pop("further", ())), numbers=numbers, **facts))
+        return output
+
+    def layer(self, case: Case, rows: int, columns: int) -> int:
+        """Return the number of a packed layer of the case's format."""
+        recipe = attrs.evolve(case.weight_recipe, n=rows, k=columns)
+        made = self.subject.layer(attrs.evolve(case, recipe=recipe).weight(), dtype=torch.float32)
+        self.layers.append(made.module)
+        return len(self.layers) - 1
+
+    def bound(self) -> BoundProgram:
+        """Bind the steps to the subject."""
+        sizes = [(layer.out_features, layer.in_features) for layer in self.layers]
+        program = Program(self.buffers, self.steps, sizes)
+        made = bind(program, self.tensors, self.layers, registry=self.subject.registry)
+        if made.record.backend != self.subject.name:
+            raise FailureError(f"declared, then refused: {'; '.join(made.record.reasons)}")
+        return made
+
+    def read(self, view: View) -> torch.Tensor:
+        """Return what a view holds."""
+        tensor = self.tensors[view.buffer]
+        shown = tensor.as_strided((view.rows, view.columns), (view.stride, 1), tensor.storage_offset() + view.offset)
+        return shown.to("cpu", copy=True)
+
+
+def draw(*sizes: int, seed: int = 21) -> torch.Tensor:
+    """Return random numbers, the same for the same sizes and seed."""
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed + sum(sizes)))
+
+
+def operations() -> Iterator[tuple[Op, list[torch.Tensor], tuple[int, int], tuple[float, ...]]]:
+    """Yield each operation with inputs, the sizes of its output, and numbers: sizes that divide no vector, too."""
+    at = torch.tensor([[CAPACITY - 3]])
+    for rows, columns in ((1, 1), (1, 17), (3, 64), (5, 131)):
+        x, row = draw(rows, columns), draw(1, columns)
+        for op in (Op.RELU, Op.GELU, Op.GELU_TANH, Op.SILU, Op.SIGMOID, Op.TANH, Op.SOFTMAX, Op.COPY):
+            yield op, [4 * x], (rows, columns), ()
+        for op, other in itertools.product((Op.ADD, Op.MULTIPLY), (row, 2 * x)):
+            yield op, [x, other], (rows, columns), ()
+        yield Op.AFFINE, [x], (rows, columns), (0.3, -1.7)
+        yield from ((Op.RMS_NORM, [x, row], (rows, columns), (1e-6, shift)) for shift in (0, 1))
+        yield Op.LAYER_NORM, [x, row, 2 * row], (rows, columns), (1e-5,)
+        yield Op.LINEAR, [x, draw(7, columns)], (rows, 7), (0,)
+        yield Op.LINEAR, [x, draw(66, columns), draw(1, 66)], (rows, 66), (1,)
+        yield Op.ARGMAX, [x.round()], (1, rows), ()
+        yield Op.TOP_K, [x.round()], (rows, min(columns, 5)), (min(columns, 5),)
+        yield Op.EMBEDDING, [torch.arange(rows)[None] * 2, draw(11, columns)], (rows, columns), ()
+        yield Op.STORE, [x, at], (rows * CAPACITY, columns), ()
+    for heads, kv_heads, size, window in ((1, 1, 8, 0), (6, 2, 24, 0), (8, 8, 64, 5), (9, 3, 64, 0)):
+        cache = [draw(kv_heads * CAPACITY, size, seed=seed) for seed in (1, 2)]
+        yield Op.ATTENTION, [draw(heads, size), *cache, at], (heads, size), (kv_heads, size**-0.5, window)
+        for turned, pairs in itertools.product((size, size // 2), (0, 1)):
+            table = draw(CAPACITY, turned)
+            yield Op.ROTARY, [draw(heads, size), table, at], (heads, size), (pairs,)
+
+
+def decoder(case: Case, scene: Scene) -> tuple[View, list[View]]:
+    """Add a block of a decoder with its embedding and head, and return where token and position stand, and results."""
+    numbers = scene.view(torch.tensor([[3, CAPACITY // 2]]))
+    token, position = (attrs.evolve(numbers, columns=1, offset=numbers.offset + at) for at in (0, 1))
+    embedding, qkv, out_layer, gates, down = (
+        scene.layer(case, rows, columns)
+        for rows, columns in (
+            (TOKENS, _HIDDEN),
+            ((_HEADS + 2 * _KV_HEADS) * _HEAD, _HIDDEN),
+            (_HIDDEN, _HEADS * _HEAD),
+            (2 * _INNER, _HIDDEN),
+            (_HIDDEN, _INNER),
+        )
+    )
+    norm, table = scene.view(1 + 0.1 * draw(1, _HIDDEN)), scene.view(draw(CAPACITY, _HEAD).cos())
+    caches = [scene.view(draw(_KV_HEADS * CAPACITY, _HEAD, seed=seed)) for seed in (1, 2)]
+    results: list[View] = []
+
+    def add(op: Op, inputs: Sequence[View], columns: int, numbers: Iterable[float] = (), **facts: Any) -> View:
+        results.append(scene.add(op, inputs, scene.out(1, columns), numbers, **facts))
+        return results[-1]
+
+    def part(view: View, first: int, rows: int, columns: int) -> View:
+        return View(view.buffer, rows, columns, view.offset + first)
+
+    x = add(Op.EMBEDDING, [token], _HIDDEN, layer=embedding)
+    both = add(
+        Op.LINEAR, [add(Op.RMS_NORM, [x, norm], _HIDDEN, (1e-6, 0))], (_HEADS + 2 * _KV_HEADS) * _HEAD, (0,), layer=qkv
+    )
+    turned = part(both, 0, _HEADS + _KV_HEADS, _HEAD)
+    scene.add(Op.ROTARY, [turned, table, position], turned, (1,))
+    for index, cache in enumerate(caches):
+        scene.add(Op.STORE, [part(both, (_HEADS + index * _KV_HEADS) * _HEAD, _KV_HEADS, _HEAD), position], cache)
+    mixed = scene.out(1, _HEADS * _HEAD)
+    query = part(both, 0, _HEADS, _HEAD)
+    scene.add(Op.ATTENTION, [query, *caches, position], part(mixed, 0, _HEADS, _HEAD), (_KV_HEADS, _HEAD**-0.5, 0))
+    x = add(Op.ADD, [x, add(Op.LINEAR, [mixed], _HIDDEN, (0,), layer=out_layer)], _HIDDEN)
+    inner = add(Op.LINEAR, [add(Op.RMS_NORM, [x, norm], _HIDDEN, (1e-6, 1))], 2 * _INNER, (0,), layer=gates)
+    gate = part(inner, 0, 1, _INNER)
+    scene.add(Op.SILU, [gate], gate)
+    scene.add(Op.MULTIPLY, [gate, part(inner, _INNER, 1, _INNER)], gate)
+    x = add(Op.ADD, [x, add(Op.LINEAR, [gate], _HIDDEN, (0,), layer=down)], _HIDDEN)
+    logits = add(Op.LINEAR, [add(Op.RMS_NORM, [x, norm], _HIDDEN, (1e-6, 0))], TOKENS, (0,), layer=embedding)
+    best = scene.out(1, 1, torch.int64)
+    results.append(scene.add(Op.ARGMAX, [logits], best))
+    return numbers, [*results, *caches]

@@ -1,1 +1,0 @@
-"""Programs of networks: what each layer type emits, and what runs them."""

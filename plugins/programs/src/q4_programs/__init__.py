@@ -1,0 +1,42 @@
+"""Programs: lists of operations that a backend runs by one call, bound to buffers and layers.
+
+``make_program`` makes one of a network, ``bind`` chooses a backend for a list of operations and proves it, ``refuse``
+notes why there is no program. A backend that runs programs has the method of ``RunsPrograms``.
+"""
+
+from q4_programs.binding import BoundProgram, bind
+from q4_programs.builder import ProgramBuilder
+from q4_programs.contract import BoundLayer, Runner, RunsPrograms
+from q4_programs.emitters import emit_parts, emit_recurrent, emit_rms_norm
+from q4_programs.network import NetworkProgram, layers_of, make_program
+from q4_programs.operations import EmissionError, Value
+from q4_programs.program import Buffer, Op, Program, Step, View
+from q4_programs.records import ProgramRecord, refuse
+from q4_programs.reference import REFERENCE
+from q4_programs.watch import Watch
+
+__all__ = [
+    "REFERENCE",
+    "BoundLayer",
+    "BoundProgram",
+    "Buffer",
+    "EmissionError",
+    "NetworkProgram",
+    "Op",
+    "Program",
+    "ProgramBuilder",
+    "ProgramRecord",
+    "Runner",
+    "RunsPrograms",
+    "Step",
+    "Value",
+    "View",
+    "Watch",
+    "bind",
+    "emit_parts",
+    "emit_recurrent",
+    "emit_rms_norm",
+    "layers_of",
+    "make_program",
+    "refuse",
+]

@@ -1,0 +1,72 @@
+"""The contract of backends that run programs: what ``bind_program`` takes and returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from q4_programs.program import Program
+    from q4core import Prepared, Segment
+
+__all__ = ["BoundLayer", "Runner", "RunsPrograms"]
+
+
+@attrs.frozen(eq=False)
+class BoundLayer:
+    """A packed layer of a program, as its backend prepared it.
+
+    Args:
+        prepared: The weight.
+        bias: [N] of float32, or None.
+        segments: Which path serves which number of rows.
+        module: The layer itself, a ``Q4Linear``: ``forward(x, out=out)`` and ``rows(index)`` serve the reference, which
+            runs layers of every backend.
+    """
+
+    prepared: Prepared
+    bias: torch.Tensor | None
+    segments: tuple[Segment, ...]
+    module: Any = None
+
+
+class Runner(Protocol):
+    """A bound program."""
+
+    def __call__(self) -> Sequence[int] | None:
+        """Run every step once.
+
+        What a step gives depends on what it reads alone, to the bit: neither on the number of threads nor on the steps
+        round it. All but the reference allocate nothing.
+
+        Returns:
+            None, or of each step how many rows of x had outliers, as ``linear`` does.
+
+        Raises:
+            InputError: A token or a position is out of range. Nothing has been written.
+        """
+        ...
+
+
+class RunsPrograms(Protocol):
+    """The method of a backend whose manifest declares the op ``"program"``."""
+
+    def bind_program(self, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]) -> Runner:
+        """Return what runs a program over buffers.
+
+        Args:
+            program: Checked.
+            buffers: One flat tensor for each buffer of the program, scratch ones too, which are 64-byte aligned and may
+                share memory where no step needs both. They keep address and size as long as the runner is used; the
+                core looks at that.
+            layers: The packed layers, all prepared by this backend (by any, for the reference).
+
+        Raises:
+            PrepareError: The backend does not serve such a program.
+        """
+        ...
