@@ -24,6 +24,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/nf4-cuda": None,
     "plugins/nn": 6_000,
     "plugins/nvfp4-native": None,
+    "plugins/programs": 1_900,
     "plugins/quantize": 850,
     "plugins/safetensors": 1_050,
     "plugins/snn": 2_800,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from q4_dequant_fallback import program
+from q4_programs import reference
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 40])
@@ -22,7 +22,7 @@ def test_attention_of_a_graph(position: int, window: int) -> None:
         cache.view(2, 20, 8)[:, position + 1 :] = torch.nan
     places, found = torch.tensor([[position]]), [torch.empty(6, 8) for _ in range(2)]
     for out, in_graph in zip(found, (False, True), strict=True):
-        program._attend(query, [*caches, places], out, (2, 0.3, window), in_graph=in_graph)
+        reference._attend(query, [*caches, places], out, (2, 0.3, window), in_graph=in_graph)
     assert torch.allclose(found[0], found[1], atol=1e-6)
 
 
@@ -41,7 +41,7 @@ def test_a_captured_program_keeps_what_it_writes(monkeypatch: pytest.MonkeyPatch
     for name, item in stand_in.items():
         monkeypatch.setattr(torch.cuda, name, item)
     state = torch.ones(3)
-    run = program._captured([lambda: state.add_(1), lambda: told.append("part")], [state])
+    run = reference._captured([lambda: state.add_(1), lambda: told.append("part")], [state])
     assert told == ["wait", "part", "wait", "part"]
     assert state.tolist() == [1, 1, 1]
     run()
