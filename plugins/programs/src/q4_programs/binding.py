@@ -11,16 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_programs.contract import BoundLayer
-from q4_programs.probe import find_fault, view_of
+from q4_programs.probe import find_fault
 from q4_programs.records import ProgramRecord, attach
 from q4_programs.reference import REFERENCE
-from q4core import (
-    BackendUnavailableError,
-    InputError,
-    LifecycleError,
-    PrepareError,
-    default_registry,
-)
+from q4core import BackendUnavailableError, InputError, LifecycleError, PrepareError, default_registry
 from q4core.extension import LayerHandle, find_refusal, prove_once, raise_broken_call, watch
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception, outside_inference
 
@@ -28,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
     from q4_programs.contract import Runner
-    from q4_programs.program import Program, Step, View
+    from q4_programs.program import Program, View
     from q4core import Q4Linear, Registry
 
 __all__ = ["BoundProgram", "bind"]
@@ -136,7 +130,7 @@ class BoundProgram:
 
     def tensor(self, view: View) -> torch.Tensor:
         """Return a view of the program's as a tensor [rows, columns] over the same memory."""
-        return view_of(self.buffers[view.buffer].detach().view(-1), view)
+        return view.of(self.buffers[view.buffer].detach().view(-1))
 
 
 def bind(
@@ -191,7 +185,8 @@ def bind(
         if (reason := _refusal(backend, handles, device)) is None:
             try:
                 runner = backend.bind_program(program, flat, bound)
-                kind = str(device), *(_kind(step, handles) for step in program.steps)
+                own = [None if step.layer is None else handles[step.layer].kind for step in program.steps]
+                kind = str(device), *zip((step.kind() for step in program.steps), own, strict=True)
                 reason = _fault(registry, backend, kind, handles, (program, flat, bound))
             except PrepareError as error:
                 reason = "; ".join(map(str, error.reasons))
@@ -204,10 +199,6 @@ def bind(
         if is_asked or any(handle.backend is backend for handle in handles):
             reasons.append(f"not {backend.name}: {reason}")
     raise BackendUnavailableError(f"no backend can run program {name!r} on {device}", rejections=reasons)
-
-
-def _kind(step: Step, layers: Sequence[LayerHandle]) -> Hashable:
-    return step.kind(), None if step.layer is None else layers[step.layer].kind
 
 
 def _refusal(backend: Any, layers: Iterable[LayerHandle], device: torch.device) -> str | None:

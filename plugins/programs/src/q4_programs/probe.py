@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from q4_programs.contract import BoundLayer, RunsPrograms
     from q4_programs.program import Step, View
 
-__all__ = ["find_fault", "view_of"]
+__all__ = ["find_fault"]
 
 _PARAMETERS = frozenset({Op.LINEAR, Op.EMBEDDING, Op.RMS_NORM, Op.LAYER_NORM, Op.ROTARY})
 """Operations whose float inputs behind the first are a model's own: read, never written."""
@@ -28,11 +28,6 @@ _ROUNDINGS = 32
 """Of both results, for an element, beside those of its sum."""
 _UNIT = 2.0**-24
 _LEAST_POSITIONS = 40
-
-
-def view_of(buffer: torch.Tensor, view: View) -> torch.Tensor:
-    """Return a view of a flat buffer: [rows, columns]."""
-    return buffer.as_strided((view.rows, view.columns), (view.stride, 1), buffer.storage_offset() + view.offset)
 
 
 def find_fault(
@@ -96,7 +91,7 @@ class _Trial:
                 if place >= len(step.inputs):
                     continue
                 if name[0] == "i":
-                    limit = self._limit(step)
+                    limit = self._program.limit(step)
                     self._limits[view.buffer] = min(limit, self._limits.get(view.buffer, limit))
                 elif step.op not in _PARAMETERS or place == 0:
                     self._parameters.discard(view.buffer)
@@ -104,27 +99,13 @@ class _Trial:
                 positions = max(positions, int(step.numbers[2]) + 3)
         self._positions = positions
 
-    def _limit(self, step: Step) -> int:
-        """Return how many values a token or a position may have."""
-        if step.op is Op.EMBEDDING:
-            return self._program.layers[step.layer][0] if step.layer is not None else step.inputs[1].rows
-        return step.inputs[1].rows if step.op is Op.ROTARY else self._capacity(step)
-
-    @staticmethod
-    def _capacity(step: Step) -> int:
-        return (
-            step.outputs[0].rows // step.inputs[0].rows
-            if step.op is Op.STORE
-            else (step.inputs[1].rows // int(step.numbers[0]))
-        )
-
     def parts(self, step: Step, views: Sequence[View], buffers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Return views of a step as tensors; of a cache the positions that the trial touches."""
         names = dict(step.patterns())
         for view in views:
-            tensor = view_of(buffers[view.buffer], view)
+            tensor = view.of(buffers[view.buffer])
             if names[view][0] == "M":
-                capacity = self._capacity(step)
+                capacity = self._program.limit(step)
                 tensor = tensor.unflatten(0, (-1, capacity))[:, : min(capacity, self._positions)]
             yield tensor
 

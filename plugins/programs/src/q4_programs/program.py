@@ -153,6 +153,10 @@ class View:
         """Behind the last element."""
         return self.offset + (self.rows - 1) * self.stride + self.columns
 
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the view of a flat buffer: [rows, columns]."""
+        return buffer.as_strided((self.rows, self.columns), (self.stride, 1), buffer.storage_offset() + self.offset)
+
     def overlaps(self, other: View) -> bool:
         """Return whether two views share an element."""
         if self.buffer != other.buffer or self.end <= other.offset or other.end <= self.offset:
@@ -236,6 +240,14 @@ class Program:
             early = [self.buffers[view.buffer].name for view in step.inputs if view.buffer not in known]
             _require(not early, what, "inputs", "bound or written by a step before", early)
             known.update(view.buffer for view in step.outputs)
+
+    def limit(self, step: Step) -> int:
+        """Return how many values a step's token or position may have."""
+        if step.op is Op.EMBEDDING and step.layer is not None:
+            return self.layers[step.layer][0]
+        if step.op is Op.STORE:
+            return step.outputs[0].rows // step.inputs[0].rows
+        return step.inputs[1].rows // (int(step.numbers[0]) if step.op is Op.ATTENTION else 1)
 
     def _check(self, step: Step, what: str) -> None:
         sizes = {"1": 1}

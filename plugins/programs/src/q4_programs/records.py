@@ -48,14 +48,8 @@ class ProgramRecord(Record):
 
 def attach(record: ProgramRecord, layers: Sequence[Q4Linear]) -> ProgramRecord:
     """Attach a record to layers, and log it; one of the same name on the same backend goes on counting."""
-    emit(
-        "q4.program",
-        level=logging.INFO,
-        program=record.name,
-        backend=record.backend,
-        steps=record.steps,
-        reasons=list(record.reasons),
-    )
+    facts = {"program": record.name, "backend": record.backend, "steps": record.steps}
+    emit("q4.program", level=logging.INFO, **facts, reasons=list(record.reasons))
     for layer in layers:
         old = record_of(layer, ProgramRecord.section, name=record.name)
         if isinstance(old, ProgramRecord) and old is not record and old.backend == record.backend:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from q4_programs.contract import BoundLayer, Runner
-    from q4_programs.program import Program, Step, View
+    from q4_programs.program import Program, Step
 
     Part = Callable[[], object]
 
@@ -55,10 +55,12 @@ class Reference:
         written: set[int] = set()
         for index, step in enumerate(program.steps):
             what = f"program step {index}, {step.op.value} {step.label}".rstrip()
-            inputs, outputs = ([_tensor(buffers, view) for view in views] for views in (step.inputs, step.outputs))
+            inputs, outputs = (
+                [view.of(buffers[view.buffer]) for view in views] for views in (step.inputs, step.outputs)
+            )
             module = None if step.layer is None else layers[step.layer].module
             limits += [
-                (tensor, _limit(step, module), what)
+                (tensor, program.limit(step), what)
                 for view, tensor in zip(step.inputs, inputs, strict=True)
                 if tensor.dtype is torch.int64 and view.buffer not in written
             ]
@@ -85,11 +87,6 @@ def _run(limits: Sequence[tuple[torch.Tensor, int, str]], parts: Sequence[Part])
             part()
 
 
-def _tensor(buffers: Sequence[torch.Tensor], view: View) -> torch.Tensor:
-    flat = buffers[view.buffer]
-    return flat.as_strided((view.rows, view.columns), (view.stride, 1), flat.storage_offset() + view.offset)
-
-
 def _captured(parts: Sequence[Part], written: Sequence[torch.Tensor]) -> Part:
     """Return the parts as one CUDA graph; what they write keeps its values."""
     with torch.inference_mode():
@@ -105,16 +102,6 @@ def _captured(parts: Sequence[Part], written: Sequence[torch.Tensor]) -> Part:
         for buffer, values in zip(written, kept, strict=True):
             buffer.copy_(values)
     return graph.replay
-
-
-def _limit(step: Step, module: Any) -> int:
-    """Return how many values a step's token or position may have."""
-    if step.op is Op.EMBEDDING:
-        rows: int = step.inputs[1].rows if module is None else module.out_features
-        return rows
-    if step.op is Op.STORE:
-        return step.outputs[0].rows // step.inputs[0].rows
-    return step.inputs[1].rows // (int(step.numbers[0]) if step.op is Op.ATTENTION else 1)
 
 
 def _part(  # noqa: C901, PLR0911, PLR0912  # one case per operation
