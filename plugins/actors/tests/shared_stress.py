@@ -233,10 +233,10 @@ class Run:
     def _choose_instant(self, state: SharedMutableTensor, child: int, chance: random.Random) -> None:
         """Sleep for a random time, and in three cases of four go on until the child is at an update."""
         time.sleep(chance.random() * 0.01)
-        content = state._content
+        words = state._protocol.segment.words
         if chance.random() < 0.75:  # as said
             for _ in range(20_000):
-                if content.words[WRITER_PROCESS] == child and content.words[TURN]:
+                if words[WRITER_PROCESS] == child and words[TURN]:
                     self.amid += 1
                     return
 

@@ -192,10 +192,10 @@ def test_reset_heals(mode: MutableMode) -> None:
     """After reset the content is zeros, or what was given, under a new version; the address stays in IN_PLACE."""
     for content, expected in ((None, 0.0), (torch.full((4,), 3.0), 3.0)):
         state = poisoned(mode)
-        address = state._content.tensor.data_ptr()
+        address = state._protocol.tensor.data_ptr()
         state.reset(content)
         assert (content_of(state), state.version, state.is_poisoned) == ([expected] * 4, 1, False)
-        assert mode is MutableMode.VERSIONED or state._content.tensor.data_ptr() == address
+        assert mode is MutableMode.VERSIONED or state._protocol.tensor.data_ptr() == address
         with state.write() as tensor:
             tensor.add_(1.0)
         assert state.version == 2

@@ -95,7 +95,7 @@ def test_who_waits_is_told_that_the_writer_ended(
         Call(lambda: write(state, 1.0, wait=True, timeout=timeout)),
         Call(lambda: state.wait(1, timeout=timeout)),
     ]
-    content = state._content
+    content = state._protocol
     until(lambda: bool(content.waiting and content.gate._waiting_readers and content.gate._waiting_writers))
     writer.end()
     for call in waiting:
@@ -109,7 +109,7 @@ def test_who_waits_only_for_a_version_is_told(keeps: bool) -> None:
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     writer = Abandoned(state.write(), keeps=keeps)
     waiting = Call(lambda: state.wait(1))
-    until(lambda: bool(state._content.waiting))
+    until(lambda: bool(state._protocol.waiting))
     writer.end()
     assert isinstance(waiting.error(), q4.PoisonedError)
 
@@ -138,7 +138,7 @@ def test_versioned_writer_that_waits_gets_its_turn(keeps: bool) -> None:
     state = MutableTensor(torch.zeros(4))
     writer = Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0))
     waiting = [Call(lambda: write(state, 1.0, wait=True, timeout=None)) for _ in range(3)]
-    until(lambda: len(state._content.gate._waiting_writers) == 3)
+    until(lambda: len(state._protocol.gate._waiting_writers) == 3)
     writer.end()
     for call in waiting:
         call.result()
@@ -167,9 +167,9 @@ def test_writer_that_waits_for_a_reader_that_ends(keeps: bool) -> None:
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     reader = Abandoned(state.read(), keeps=keeps)
     writer = Call(lambda: write(state, 1.0, timeout=None))
-    until(lambda: state._content.gate.has_writer)
+    until(lambda: state._protocol.gate.has_writer)
     late = Call(lambda: content_of(state, timeout=None))
-    until(lambda: bool(state._content.gate._waiting_readers))
+    until(lambda: bool(state._protocol.gate._waiting_readers))
     reader.end()
     writer.result()
     assert late.result() == [1.0] * 4
@@ -298,7 +298,7 @@ def test_device_is_waited_for_before_the_content_is_written_again(
 ) -> None:
     """Where work is queued, what a block that ended or failed has queued is over before the next update, once."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    content = state._content
+    content = state._protocol
     seen: list[tuple[list[float], int]] = []
 
     class Watched:

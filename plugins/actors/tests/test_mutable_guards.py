@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def test_old_version_lives_as_long_as_its_reader(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """VERSIONED: a view stays as it was while writers go on, and its memory goes with its last holder."""
     state = MutableTensor(torch.zeros(4))
-    old = weakref.ref(state._content.tensor)
+    old = weakref.ref(state._protocol.tensor)
     with state.read() as view:
         for value in range(1, 4):
             threads.submit(state.replace, torch.full((4,), float(value)), timeout=scaled(LONG)).result(scaled(LONG))
@@ -103,7 +103,7 @@ def test_waiting_writer_is_told_of_poison_at_once(threads: concurrent.futures.Th
     other = Held(threads, state.read())
     with pytest.raises(q4.PoisonedError), state.read() as view:  # noqa: PT012  # the block is the subject
         writer = threads.submit(state.replace, torch.ones(4), timeout=2 * scaled(LONG))
-        until(lambda: state._content.gate.has_writer)
+        until(lambda: state._protocol.gate.has_writer)
         view.tensor.add_(1.0)
     assert isinstance(writer.exception(scaled(LONG)), q4.PoisonedError)
     with pytest.raises(q4.PoisonedError):
@@ -150,7 +150,7 @@ def test_change_by_a_writer_that_kept_its_tensor_is_found_out(mode: MutableMode,
 def test_change_while_an_update_is_copied_is_found_out() -> None:
     """An update that was begun from a version that somebody changes is not published."""
     state = MutableTensor(torch.zeros(4))
-    stray = state._content.tensor.detach()
+    stray = state._protocol.tensor.detach()
 
     def race(*_: object) -> torch.Tensor:
         stray[:2] = 7.0
@@ -305,9 +305,9 @@ def on_device(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> tuple[Mutab
     streams = PretendedStreams()
     monkeypatch.setattr("q4_actors.tensors.dual_view.TorchStreams", lambda device, keep: streams)
     state = MutableTensor(torch.zeros(4), mode=mode, name="membrane")
-    state._content.device = torch.device("cuda", 0)
-    state._content.sync = DeviceSync(state._content)
-    state._content.device = torch.device("cpu")  # for who gives it new content
+    state._protocol.device = torch.device("cuda", 0)
+    state._protocol.sync = DeviceSync(state._protocol)
+    state._protocol.device = torch.device("cpu")  # for who gives it new content
     assert streams.taken()[-1] == ("record", STREAM, None), "who made it may still be filling it"
     return state, streams
 
@@ -318,7 +318,7 @@ def test_blocks_on_other_streams_follow_the_update(
     """Where work is queued, a block waits on the device for what must come before, and the CPU never does."""
     state, streams = on_device
     event, later = f"event on {STREAM}", f"event on {OTHER}"
-    address = state._content.tensor.data_ptr()
+    address = state._protocol.tensor.data_ptr()
     streams.stream = OTHER
     with state.read() as view:
         assert streams.taken() == [("follow", OTHER, event), ("keep", OTHER, view.tensor.data_ptr())]

@@ -31,7 +31,7 @@ def test_wait_returns_when_the_version_is_there(
     state = MutableTensor(torch.zeros(4), mode=mode)
     assert state.wait(0, timeout=0)
     waiting = [threads.submit(state.wait, version, scaled(LONG)) for version in (1, 3)]
-    until(lambda: state._content.waiting == 2)
+    until(lambda: state._protocol.waiting == 2)
     state.replace(torch.ones(4))
     assert waiting[0].result(scaled(LONG))
     assert not waiting[1].done()
@@ -58,8 +58,8 @@ def test_who_waits_is_told_of_poison(threads: concurrent.futures.ThreadPoolExecu
             threads.submit(state.snapshot, timeout=2 * scaled(LONG)),
             threads.submit(state.replace, torch.ones(4), wait=True, timeout=2 * scaled(LONG)),
         ]
-        gate = state._content.gate
-        until(lambda: bool(state._content.waiting and gate._waiting_readers and gate._waiting_writers))
+        gate = state._protocol.gate
+        until(lambda: bool(state._protocol.waiting and gate._waiting_readers and gate._waiting_writers))
         raise RuntimeError("boom")
     for future in waiting:
         assert isinstance(future.exception(scaled(LONG)), q4.PoisonedError)
@@ -73,7 +73,7 @@ def test_who_waits_is_told_of_poison(threads: concurrent.futures.ThreadPoolExecu
 def test_use_after_close_is_refused(mode: MutableMode) -> None:
     """Everything that needs the content is a LifecycleError that names the tensor; facts stay."""
     state = MutableTensor(torch.zeros(4), mode=mode, name="membrane")
-    content = weakref.ref(state._content.tensor)
+    content = weakref.ref(state._protocol.tensor)
     state.close()
     state.close()
     assert content() is None
@@ -118,8 +118,8 @@ def test_close_wakes_who_waits(threads: concurrent.futures.ThreadPoolExecutor) -
             threads.submit(state.snapshot, timeout=2 * scaled(LONG)),
             threads.submit(state.replace, torch.ones(4), wait=True, timeout=2 * scaled(LONG)),
         ]
-        gate = state._content.gate
-        until(lambda: bool(state._content.waiting and gate._waiting_readers and gate._waiting_writers))
+        gate = state._protocol.gate
+        until(lambda: bool(state._protocol.waiting and gate._waiting_readers and gate._waiting_writers))
         state.close()
         for future in waiting:
             assert isinstance(future.exception(scaled(LONG)), q4.LifecycleError)

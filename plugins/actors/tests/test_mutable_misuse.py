@@ -92,7 +92,7 @@ def test_a_forked_child_may_not_use_it(mode: MutableMode, use: str) -> None:
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with state._content.lock:
+        with state._protocol.lock:
             held.set()
             done.wait(scaled(60))
 
@@ -185,7 +185,7 @@ def test_it_closes_under_any_default_device(kind: Any, mode: MutableMode) -> Non
     state = kind(torch.zeros(4), mode=mode)
     with torch.device("meta"):
         state.close()
-    assert state._content.tensor.device.type == "cpu"
+    assert state._protocol.tensor.device.type == "cpu"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from sharing import LONG, Held, content_of
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor
 from q4_actors.tensors import rwlock
-from q4_actors.tensors.protocol import Content
+from q4_actors.tensors.protocol import ThreadProtocol
 from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def test_second_writer_waits_by_choice(threads: concurrent.futures.ThreadPoolExe
             tensor.add_(1.0)
             order.append(index)
 
-    gate = state._content.gate
+    gate = state._protocol.gate
     with state.write() as tensor:
         tensor.add_(1.0)
         futures = []
@@ -88,7 +88,7 @@ def test_in_place_reader_waits_for_the_writer(threads: concurrent.futures.Thread
         for use in (lambda: state.read(timeout=0.01).__enter__(), lambda: state.snapshot(timeout=0)):
             assert isinstance(threads.submit(use).exception(scaled(LONG)), q4.WriteConflictError)
         late = threads.submit(content_of, state)
-        until(lambda: len(state._content.gate._waiting_readers) == 1)
+        until(lambda: len(state._protocol.gate._waiting_readers) == 1)
         assert not late.done()
         tensor[2:] = 7.0
     assert late.result(scaled(LONG)) == [7.0] * 4
@@ -102,7 +102,7 @@ def test_in_place_writer_waits_for_readers(threads: concurrent.futures.ThreadPoo
             with pytest.raises(q4.WriteConflictError):
                 state.replace(torch.ones(4), wait=wait, timeout=0.01)
         late = threads.submit(state.replace, torch.ones(4), timeout=scaled(LONG))
-        until(lambda: state._content.gate.has_writer)
+        until(lambda: state._protocol.gate.has_writer)
         assert not late.done()
         assert state.version == 0
     late.result(scaled(LONG))
@@ -114,9 +114,9 @@ def test_readers_do_not_starve_a_writer(threads: concurrent.futures.ThreadPoolEx
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     first = Held(threads, state.read(timeout=scaled(LONG)))
     writer = threads.submit(state.replace, torch.ones(4), timeout=scaled(LONG))
-    until(lambda: state._content.gate.has_writer)
+    until(lambda: state._protocol.gate.has_writer)
     late = threads.submit(content_of, state)
-    until(lambda: len(state._content.gate._waiting_readers) == 1)
+    until(lambda: len(state._protocol.gate._waiting_readers) == 1)
     first.release()
     writer.result(scaled(LONG))
     assert late.result(scaled(LONG)) == [1.0] * 4
@@ -127,9 +127,9 @@ def test_writers_do_not_starve_a_reader(threads: concurrent.futures.ThreadPoolEx
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     first = Held(threads, state.write(timeout=scaled(LONG)))
     writer = threads.submit(state.replace, torch.ones(4), wait=True, timeout=scaled(LONG))
-    until(lambda: len(state._content.gate._waiting_writers) == 1)
+    until(lambda: len(state._protocol.gate._waiting_writers) == 1)
     readers = [threads.submit(content_of, state) for _ in range(2)]
-    until(lambda: len(state._content.gate._waiting_readers) == 2)
+    until(lambda: len(state._protocol.gate._waiting_readers) == 2)
     first.release()
     assert [reader.result(scaled(LONG)) for reader in readers] == [[0.0] * 4] * 2
     writer.result(scaled(LONG))
@@ -143,7 +143,7 @@ def test_readers_go_on_when_the_writer_they_waited_for_gives_up(
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with Held(threads, state.read(timeout=scaled(LONG))):
         writer = threads.submit(state.replace, torch.ones(4), timeout=0.2)
-        until(lambda: state._content.gate.has_writer or writer.done())
+        until(lambda: state._protocol.gate.has_writer or writer.done())
         late = threads.submit(content_of, state)
         assert isinstance(writer.exception(scaled(LONG)), q4.WriteConflictError)
         assert late.result(scaled(LONG)) == [0.0] * 4
@@ -155,15 +155,15 @@ def test_hand_over_wakes_only_whom_it_lets_in(
     """When the last reader leaves, the writer goes on, and a reader that waits for that writer sleeps on."""
     monkeypatch.setattr(rwlock, "LOOK_INTERVAL_S", scaled(LONG))
     looks: list[int] = []
-    look = Content.check_waiting
+    look = ThreadProtocol.check_waiting
 
-    def watched(self: Content) -> None:
+    def watched(self: ThreadProtocol) -> None:
         looks.append(threading.get_ident())
         look(self)
 
-    monkeypatch.setattr(Content, "check_waiting", watched)
+    monkeypatch.setattr(ThreadProtocol, "check_waiting", watched)
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
-    gate = state._content.gate
+    gate = state._protocol.gate
     entered, go = threading.Event(), threading.Event()
 
     def write() -> None:
@@ -224,7 +224,7 @@ def test_read_inside_own_read_never_waits(threads: concurrent.futures.ThreadPool
     state = MutableTensor(torch.zeros(4), mode=mode)
     with state.read() as outer:
         writer = threads.submit(state.replace, torch.ones(4), timeout=scaled(LONG))
-        until(writer.done if mode is MutableMode.VERSIONED else lambda: state._content.gate.has_writer)
+        until(writer.done if mode is MutableMode.VERSIONED else lambda: state._protocol.gate.has_writer)
         with state.read() as inner:
             assert inner.version == (0 if mode is MutableMode.IN_PLACE else 1)
         state.snapshot()
@@ -248,7 +248,7 @@ def test_wait_inside_own_block_that_keeps_the_writer_out(mode: MutableMode) -> N
 def test_finaliser_inside_the_bookkeeping_does_not_deadlock(mode: MutableMode) -> None:
     """Code that the interpreter runs while this thread holds the lock may use the same tensor."""
     state = MutableTensor(torch.zeros(4), mode=mode)
-    with state._content.lock:
+    with state._protocol.lock:
         state.replace(torch.ones(4))
         assert content_of(state) == [1.0] * 4
         state.close()

@@ -206,7 +206,7 @@ def test_slots_are_refused_where_updates_are_in_place() -> None:
 def test_version_overflow_is_refused(state: SharedMutableTensor) -> None:
     """The last version that the word has room for is written; the next is a LifecycleError that changes nothing."""
     largest = arguments.MAX_VERSION
-    words = state._content.words
+    words = state._protocol.segment.words
     words[segment.CURRENT] |= (largest - 1) << 8
     state.replace(torch.full((4,), 2.0))
     assert state.version == largest

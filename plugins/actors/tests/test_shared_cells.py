@@ -73,7 +73,7 @@ def test_row_of_the_dead_is_taken_by_who_comes(state: SharedMutableTensor) -> No
     for _ in range(3):
         with processes(state, 1) as (process,):
             process.do("enter", "read")
-            cells = state._content.cells
+            cells = state._protocol.cells
             seen.append((cells.rows_used, cells.token(1)))
             process.kill()
     assert [used for used, _ in seen] == [2, 2, 2]
@@ -142,12 +142,12 @@ def test_who_waits_is_woken(
     with processes(state, 1) as (process,):
         for version in (1, 2):
             waiting = threads.submit(state.wait, version)
-            until(lambda: bool(state._content.words[AWAITED]))
+            until(lambda: bool(state._protocol.segment.words[AWAITED]))
             process.do("call", "replace", torch.ones(4))
             assert waiting.result(scaled(LONG))
         for end, error in (("poison", q4.PoisonedError), ("close", q4.LifecycleError)):
             waiting = threads.submit(state.wait, 99)
-            until(lambda: bool(state._content.words[AWAITED]))
+            until(lambda: bool(state._protocol.segment.words[AWAITED]))
             if end == "poison":
                 with pytest.raises(q4.PoisonedError), state.read() as view:
                     view.tensor.fill_(7.0)
@@ -167,7 +167,7 @@ def test_who_waits_for_the_turn_is_woken(
         for version, end in ((2, "leave"), (3, "fail")):
             process.do("enter", "write")
             waiting = threads.submit(state.replace, torch.full((4,), float(version)), wait=True)
-            until(lambda: bool(state._content.words[TURN_AWAITED]))
+            until(lambda: bool(state._protocol.segment.words[TURN_AWAITED]))
             process.do(end)
             waiting.result(scaled(LONG))
             assert (content_of(state), state.version) == ([version] * 4, version)
@@ -177,10 +177,10 @@ def test_killed_waiter_costs_one_call(state: SharedMutableTensor) -> None:
     """What it leaves behind is taken away by the next update."""
     with processes(state, 1) as (process,):
         process.begin("call", "wait", 5)
-        until(lambda: bool(state._content.words[AWAITED]))
+        until(lambda: bool(state._protocol.segment.words[AWAITED]))
         process.kill()
     state.replace(torch.ones(4))
-    assert state._content.words[AWAITED] == 0
+    assert state._protocol.segment.words[AWAITED] == 0
 
 
 def test_waker_that_is_killed_strands_nobody(
@@ -188,9 +188,9 @@ def test_waker_that_is_killed_strands_nobody(
 ) -> None:
     """A version that was published without waking anybody is seen all the same."""
     waiting = threads.submit(state.wait, 1)
-    until(lambda: bool(state._content.words[AWAITED]))
+    until(lambda: bool(state._protocol.segment.words[AWAITED]))
     time.sleep(0.05)
-    state._content.words[segment.CURRENT] += 1 << 8  # all that the killed process came to do
+    state._protocol.segment.words[segment.CURRENT] += 1 << 8  # all that the killed process came to do
     assert waiting.result(scaled(LONG))
 
 
@@ -254,7 +254,7 @@ def test_block_is_entered_once(state: SharedMutableTensor) -> None:
 
 def test_collected_block_gives_its_slot_back(state: SharedMutableTensor) -> None:
     """At once, without anybody looking for it."""
-    cells = state._content.cells
+    cells = state._protocol.cells
     blocks = [state.read() for _ in range(3)]
     for block in blocks:
         block.__enter__()
@@ -268,7 +268,7 @@ def test_collected_block_gives_its_slot_back(state: SharedMutableTensor) -> None
 
 def test_closed_cells_are_never_touched(state: SharedMutableTensor) -> None:
     """What the plugin itself is asked after the end is an error, not a crash."""
-    cells: Any = state._content.cells
+    cells: Any = state._protocol.cells
     state.close()
     for ask in (
         lambda: cells.turn,
@@ -281,4 +281,4 @@ def test_closed_cells_are_never_touched(state: SharedMutableTensor) -> None:
         with pytest.raises(ValueError, match="the segment must be open"):
             ask()
     with pytest.raises(q4.LifecycleError):
-        cells.read(state._content).__enter__()
+        cells.read(state._protocol).__enter__()

@@ -124,7 +124,7 @@ def test_child_without_files_leaves_its_parents_locks(
 
     with getattr(state, kind)():
         _in_a_child_without_files(use, monkeypatch)
-        assert not other._content.locks.try_exclusive(FIRST_ROW + state._content.cells.row)
+        assert not other._protocol.segment.locks.try_exclusive(FIRST_ROW + state._protocol.cells.row)
     assert content_of(other) == [1.0] * 4
 
 

@@ -41,7 +41,7 @@ def test_reader_that_is_kept_out_is_woken(
             process.do("enter", "write")
             process.do("fill", 3.0)
             reading = threads.submit(content_of, state)
-            until(lambda: bool(state._content.words[BAR_AWAITED]))
+            until(lambda: bool(state._protocol.segment.words[BAR_AWAITED]))
             process.do(end)
             if end == "leave":
                 assert reading.result(scaled(LONG)) == [3.0] * 4
@@ -61,7 +61,7 @@ def test_writer_that_waits_for_readers_is_woken(
         other.do("enter", "read")
         writing = threads.submit(state.replace, torch.ones(4))
         for process in (one, other):
-            until(lambda: bool(state._content.words[MOVES_AWAITED]))
+            until(lambda: bool(state._protocol.segment.words[MOVES_AWAITED]))
             assert not writing.done()
             process.do("leave")
         writing.result(scaled(LONG))
@@ -74,7 +74,7 @@ def test_bar_of_a_killed_writer_is_taken_away(state: SharedMutableTensor, kind: 
     with processes(state, 2) as (reader, writer):
         reader.do("enter", "read")
         writer.begin("call", "replace", torch.ones(4))
-        until(lambda: bool(state._content.words[BAR]))
+        until(lambda: bool(state._protocol.segment.words[BAR]))
         writer.kill()
         reader.do("leave")
         if kind == "read":
@@ -82,13 +82,13 @@ def test_bar_of_a_killed_writer_is_taken_away(state: SharedMutableTensor, kind: 
                 assert (view.version, view.tensor.tolist()) == (0, [0.0] * 4)
         else:
             state.replace(torch.ones(4), timeout=0)
-        assert state._content.words[BAR] == 0
+        assert state._protocol.segment.words[BAR] == 0
     assert (state.version, state.is_poisoned) == (int(kind == "write"), False)
 
 
 def test_reader_that_was_killed_while_it_waited_keeps_nobody(state: SharedMutableTensor) -> None:
     """A writer lets it go first once, for a moment, and then takes its row away."""
-    cells = state._content.cells
+    cells = state._protocol.cells
     with processes(state, 1) as (process,):
         with state.write() as tensor:
             process.begin("enter", "read")
@@ -107,7 +107,7 @@ def test_reader_that_was_killed_while_it_waited_keeps_nobody(state: SharedMutabl
 
 def test_reader_that_gives_up_is_not_waited_for(state: SharedMutableTensor) -> None:
     """Once its time has run out, no row says that it is kept out."""
-    cells = state._content.cells
+    cells = state._protocol.cells
     with processes(state, 1) as (process,), state.write():
         with pytest.raises(q4.WriteConflictError):
             process.do("enter", "read", timeout=0.01)

@@ -115,7 +115,7 @@ def test_writer_and_the_readers_of_another_process(
     with pytest.raises(q4.WriteConflictError), state.write(timeout=0.02):
         pass
     writing = threads.submit(state.replace, torch.ones(64), timeout=scaled(LONG))
-    until(lambda: bool(state._content.words[BAR]))
+    until(lambda: bool(state._protocol.segment.words[BAR]))
     with processes(state, 1) as (late,):
         late.begin("enter", "read", timeout=scaled(LONG))
         assert not late.is_done(0.2)
@@ -155,7 +155,7 @@ def test_writer_that_waits_for_readers_is_the_one_that_is_named() -> None:
         first.do("call", "replace", torch.ones(64))
         with SharedMutableTensor.attach(state.segment) as other, other.read():
             second.begin("enter", "write")
-            until(lambda: bool(state._content.words[BAR]))
+            until(lambda: bool(state._protocol.segment.words[BAR]))
             with pytest.raises(q4.WriteConflictError) as caught, state.write():
                 pass
             assert f"process {second.number}" in str(caught.value)
@@ -192,7 +192,7 @@ def test_handle_that_is_closed_while_it_waits_to_write(
     process.do("enter", "write")
     with SharedMutableTensor.attach(state.segment, name="membrane") as other:
         waiting = threads.submit(other.replace, torch.ones(64), wait=True)
-        until(lambda: other._content.gate.has_writer)
+        until(lambda: other._protocol.gate.has_writer)
         time.sleep(0.02)
     with pytest.raises(q4.LifecycleError, match="membrane"):
         waiting.result(scaled(LONG))
@@ -383,10 +383,10 @@ def test_killed_reader_holds_nothing(state: SharedMutableTensor, process: Proces
     process.kill()
     for _ in range(8):
         state.replace(torch.ones(64), timeout=scaled(LONG))
-    cells = state._content.cells
+    cells = state._protocol.cells
     left = [row for row in range(cells.rows_used) if cells.reads_any(row)]
     with SharedMutableTensor.attach(state.segment) as other:  # a row that can be locked is a dead process's, and free
-        assert all(other._content.locks.try_exclusive(FIRST_ROW + row) for row in left)
+        assert all(other._protocol.segment.locks.try_exclusive(FIRST_ROW + row) for row in left)
 
 
 def test_killed_while_it_waits(state: SharedMutableTensor, process: Process) -> None:
@@ -404,11 +404,11 @@ def test_killed_while_it_waits(state: SharedMutableTensor, process: Process) -> 
     if state.mode is MutableMode.IN_PLACE:
         with processes(state, 1) as (writer,):
             writer.begin("enter", "write")
-            until(lambda: bool(state._content.words[BAR]))
+            until(lambda: bool(state._protocol.segment.words[BAR]))
             writer.kill()
-        assert state._content.words[BAR]
+        assert state._protocol.segment.words[BAR]
         assert content_of(state) == _only(0.0)
-        assert not state._content.words[BAR]
+        assert not state._protocol.segment.words[BAR]
     process.do("leave")
     state.replace(torch.ones(64), timeout=scaled(LONG))
     assert content_of(state) == _only(1.0)

@@ -14,29 +14,32 @@ from tests.support.limits import scaled
 FOLDER = pathlib.Path(__file__).parent
 BROKEN = """
 import shared_stress
-from q4_actors.tensors.shm_protocol import SharedContent
-begin = SharedContent._try_begin
+from q4_actors.tensors.slots import Slots
+from q4_actors.tensors.turns import Turns
+begin, fill = Turns.try_write, Slots.fill
 def broken(self, block, *, yields):
     slot = begin(self, block, yields=yields)
     if slot >= 0:  # whoever reads there
-        current = self.words[64] & 255
-        slot = self.claimed = (current + 1) % len(self.slots)
-        self.slots[slot].copy_(self.slots[current])
+        slot = self.claimed = ((self._cells.current & 255) + 1) % 3
     return slot
-SharedContent._try_begin = broken
+def refill(self, slot, *others):
+    segment = self._segment
+    segment.slots[slot].copy_(segment.slots[segment.words[64] & 255])
+    return fill(self, slot, *others)
+Turns.try_write, Slots.fill = broken, refill
 options = ["--operations", "3000000", "--kills", "0", "--kinds", "processes", "--modes", "versioned", "--slots", "3"]
 shared_stress.main(options)
 """
 BROKEN_IN_PLACE = """
 import shared_stress
-from q4_actors.tensors.shm_protocol import SharedContent
-begin = SharedContent._try_begin
+from q4_actors.tensors.turns import Turns
+begin = Turns.try_write
 def broken(self, block, *, yields):
     slot = begin(self, block, yields=yields)
     if slot == -2:  # readers
         slot = self.claimed = 0
     return slot
-SharedContent._try_begin = broken
+Turns.try_write = broken
 shared_stress.main(["--operations", "3000000", "--kills", "0", "--kinds", "processes", "--modes", "in_place"])
 """
 ENDS_BADLY = """

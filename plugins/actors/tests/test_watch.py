@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from q4_actors.tensors import backoff
-from q4_actors.tensors.backoff import Watch
+from q4_actors.runtimes import watch as watching
+from q4_actors.runtimes.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,9 +38,9 @@ def yields(monkeypatch: pytest.MonkeyPatch) -> Yields:
     made = Yields()
     monkeypatch.setattr(os, "sched_yield", made)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(backoff, "SPIN_S", 5.0)
-    monkeypatch.setattr(backoff, "SHORT_S", 10.0)
-    monkeypatch.setattr(backoff, "STALL_S", 10.0)
+    monkeypatch.setattr(watching, "SPIN_S", 5.0)
+    monkeypatch.setattr(watching, "SHORT_S", 10.0)
+    monkeypatch.setattr(watching, "STALL_S", 10.0)
     return made
 
 
@@ -81,13 +81,13 @@ def test_no_spinning_after_a_long_wait(pipe: tuple[int, int], yields: Yields, mo
     """A wait that was not short is the last that spins, until there is a short one again."""
     watch = Watch(pipe[0])
     receive(watch, pipe)
-    monkeypatch.setattr(backoff, "SHORT_S", 0.0)
+    monkeypatch.setattr(watching, "SHORT_S", 0.0)
     assert not watch.wait(0.02)
     spun, yields.count = yields.count, 0
     assert spun > 0
     assert not watch.wait(0.02)
     assert yields.count == 0
-    monkeypatch.setattr(backoff, "SHORT_S", 10.0)
+    monkeypatch.setattr(watching, "SHORT_S", 10.0)
     receive(watch, pipe)
     assert not watch.wait(0.02)
     assert yields.count > 0
@@ -110,7 +110,7 @@ def test_rests_after_a_stall(pipe: tuple[int, int], yields: Yields, monkeypatch:
     assert not watch.wait(0.001)
     spun, yields.meanwhile = yields.count, lambda: pass_time(1.0)
     assert spun == 1
-    for seconds in (0.0, 11.0 * backoff.REST - 1):
+    for seconds in (0.0, 11.0 * watching.REST - 1):
         pass_time(seconds)
         receive(watch, pipe)
         assert not watch.wait(0.001)

@@ -6,7 +6,7 @@ import mmap
 import torch
 
 from q4_actors.tensors.blocks import ReadView
-from q4_actors.tensors.rwlock import Thread
+from q4_actors.tensors.tickets import Thread
 
 ROWS: int
 """For how many handles a header has room."""
@@ -106,7 +106,7 @@ class Core:
             process: Whom to name to others.
 
         Returns:
-            The slot, or what is in the way: ``TAKEN`` … ``READERS_FIRST`` of ``shm_protocol``.
+            The slot, or what is in the way: ``TAKEN`` … ``READERS_FIRST`` of ``turns``.
         """
     def end(self, slot: int, heals: bool) -> int:
         """Publish the slot and give the turn back.

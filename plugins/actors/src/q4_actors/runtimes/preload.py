@@ -1,4 +1,4 @@
-"""What the server of processes imports once, so that actors start at once and have it together: plugins, too.
+"""Imports of the server of processes, done once, so that actors start at once and share them: plugins, too.
 
 Plugins are imported and nothing of them is called, so no device is touched before a fork. What is there is then kept
 from Python's garbage collector, which would write to its pages in each process and so make copies of them.
@@ -10,12 +10,12 @@ import contextlib
 import gc
 import sys
 
-import q4_actors.runtimes.processes
+import q4_actors.runtimes.process_worker
 import q4core as q4
 from q4core.plugin_api import PLUGIN_FAULTS
 
-sys.excepthook = q4_actors.runtimes.processes.note_cause
-with contextlib.suppress(*PLUGIN_FAULTS):  # told where they are used
+sys.excepthook = q4_actors.runtimes.process_worker.note_cause
+with contextlib.suppress(*PLUGIN_FAULTS):  # reported where they are used
     q4.default_registry().records()
 gc.collect()
 gc.freeze()

@@ -178,7 +178,7 @@ class RayTensor(MutableTensor):
         self._mode = MutableMode.VERSIONED
         self.counts: collections.Counter[str] = collections.Counter()
         facts = {"dtype": form[0], "shape": torch.Size(form[1]), "device": torch.device("cpu")}
-        self._content: Any = types.SimpleNamespace(label=label_of(name), **facts)  # what the base class looks at
+        self._protocol: Any = types.SimpleNamespace(label=label_of(name), **facts)  # what the base class looks at
 
     @classmethod
     def create(  # noqa: PLR0913  # the options of one call
@@ -245,8 +245,8 @@ class RayTensor(MutableTensor):
 
     def wait(self, version: int, timeout: float | None = None) -> bool:
         """Wait until the version is at least ``version``; see ``MutableTensor.wait``."""
-        check_version(self._content.label, version)
-        return bool(self.call("wait", version, to_seconds(self._content.label, timeout)))
+        check_version(self._protocol.label, version)
+        return bool(self.call("wait", version, to_seconds(self._protocol.label, timeout)))
 
     def write(self, *, wait: bool = False, timeout: float | None = None, device: str | None = None) -> Any:
         """Return a block that gives the tensor to change; see ``MutableTensor.write``."""
@@ -261,7 +261,7 @@ class RayTensor(MutableTensor):
 
     def reset(self, tensor: torch.Tensor | None = None, *, timeout: float | None = None) -> None:  # noqa: ARG002  # the contract's
         """Raise a ``LifecycleError``: it is never poisoned."""
-        raise q4.LifecycleError(f"{self._content.label} is not poisoned")
+        raise q4.LifecycleError(f"{self._protocol.label} is not poisoned")
 
     def close(self) -> None:
         """Let go of it in this process; the system that made it ends it for all."""
@@ -275,14 +275,14 @@ class RayTensor(MutableTensor):
             LifecycleError: It is closed, or the hub's node is lost.
         """
         if self._is_closed:
-            raise q4.LifecycleError(f"{self._content.label} is closed")
+            raise q4.LifecycleError(f"{self._protocol.label} is closed")
         try:
             return ray.get(getattr(self._hub, method).remote(self._name, *arguments))
         except ray.exceptions.RayActorError as error:
-            text = f"{self._content.label} is lost: its system was stopped, or its node failed"
+            text = f"{self._protocol.label} is lost: its system was stopped, or its node failed"
             raise q4.LifecycleError(text, hint="Resume from a checkpoint.") from error
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-            text = f"the object store has no room for a version of {self._content.label}"
+            text = f"the object store has no room for a version of {self._protocol.label}"
             raise ActorError(text, hint="Give Ray more memory.") from error
 
     def content(self) -> tuple[torch.Tensor, int]:
@@ -295,9 +295,9 @@ class RayTensor(MutableTensor):
         return torch.from_numpy(array).view(dtype).view(shape), version
 
     def _check_options(self, timeout: float | None, device: str | None) -> None:
-        to_seconds(self._content.label, timeout)
+        to_seconds(self._protocol.label, timeout)
         if device not in {None, "cpu"}:
-            raise q4.ConfigError(self._content.label, name="device", rule="'cpu' on Ray", value=device)
+            raise q4.ConfigError(self._protocol.label, name="device", rule="'cpu' on Ray", value=device)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Send as a handle of the same tensor."""

@@ -123,7 +123,7 @@ class InSegment:
         """Take the name away, if this process made it."""
         if self._segment is not None and self._segment.is_maker:
             self._segment.close()
-            self._segment.let_go()
+            self._segment.release()
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle by name."""

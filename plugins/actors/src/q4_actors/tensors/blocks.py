@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from q4_actors.tensors.rwlock import HERE, Ticket
-from q4core import LifecycleError
+from q4_actors.tensors.tickets import HERE, ReadTicket, WriteTicket
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
     import torch
     from typing_extensions import Self
 
-    from q4_actors.tensors.protocol import Content
+    from q4_actors.tensors.protocol import ThreadProtocol
 
-__all__ = ["ReadView", "WriteBlock", "refuse_again", "refuse_outside"]
+__all__ = ["ReadView", "WriteBlock"]
 
 
-class ReadView(Ticket):
+class ReadView(ReadTicket):
     """What ``read()`` gives: ``tensor`` and ``version`` of one version, while its ``with`` block lasts."""
 
-    __slots__ = ("_alias", "_content", "base", "begun_on", "deadline", "mark", "number", "side", "timeout", "turn")
+    __slots__ = ("_alias", "_content")
 
-    base: torch.Tensor
-    begun_on: int | None
-    deadline: float | None
-    mark: tuple[int, int]
-    number: int
-    """``version``, once it is known."""
-
-    def __init__(self, content: Content, timeout: float | None) -> None:
+    def __init__(self, content: ThreadProtocol, timeout: float | None) -> None:
         self.is_admitted = False
         self._content = content
         self._alias: torch.Tensor | None = None
         self.timeout = timeout
-        self.side: str | None = None
-        self.turn: AbstractContextManager[torch.Tensor] | None = None
+        self.side = None
+        self.turn = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -47,7 +38,7 @@ class ReadView(Ticket):
             LifecycleError: The block has ended, or was never entered.
         """
         if self._alias is None:
-            refuse_outside(self._content.label, "tensor")
+            self._content.refuse_outside("tensor")
         return self._alias
 
     @property
@@ -60,12 +51,12 @@ class ReadView(Ticket):
         try:
             return self.number
         except AttributeError:  # not yet
-            refuse_outside(self._content.label, "version")
+            self._content.refuse_outside("version")
 
     def __enter__(self) -> Self:
         """Begin to read."""
         if hasattr(self, "thread"):
-            refuse_again(self._content.label)
+            self._content.refuse_again()
         self.thread = HERE.thread
         try:
             self._alias = self._content.begin_read(self)
@@ -83,37 +74,14 @@ class ReadView(Ticket):
             self._content.end_read(self, error)
 
 
-class WriteBlock(Ticket):
+class WriteBlock(WriteTicket):
     """What ``write()`` gives: the tensor to change, while its ``with`` block lasts."""
 
-    __slots__ = (
-        "_content",
-        "address",
-        "alias",
-        "begun_on",
-        "deadline",
-        "extent",
-        "healing",
-        "side",
-        "source",
-        "timeout",
-        "turn",
-        "wait",
-        "work",
-    )
-
-    work: torch.Tensor
-    address: int
-    """Where ``work`` lay when the block began."""
-    extent: int | None
-    """How many bytes were there; None where a storage can't be resized."""
-    alias: torch.Tensor
-    begun_on: int | None
-    deadline: float | None
+    __slots__ = ("_content",)
 
     def __init__(
         self,
-        content: Content,
+        content: ThreadProtocol,
         wait: bool,  # noqa: FBT001  # called by position, on the fast path
         timeout: float | None,
         source: torch.Tensor | None = None,
@@ -126,13 +94,13 @@ class WriteBlock(Ticket):
         self.timeout = timeout
         self.source = source
         self.healing = healing
-        self.side: str | None = None
-        self.turn: AbstractContextManager[torch.Tensor] | None = None
+        self.side = None
+        self.turn = None
 
     def __enter__(self) -> torch.Tensor:
         """Begin to write."""
         if hasattr(self, "thread"):
-            refuse_again(self._content.label)
+            self._content.refuse_again()
         self.thread = HERE.thread
         try:
             return self._content.begin_write(self)
@@ -146,14 +114,3 @@ class WriteBlock(Ticket):
         """Publish the update as the next version, or drop it if the block failed."""
         if self.is_admitted:
             self._content.end_write(self, error)
-
-
-def refuse_outside(label: str, name: str) -> NoReturn:
-    """Raise, since a read view is used outside its block."""
-    hint = "Take a snapshot() for what must last longer."
-    raise LifecycleError(f"view.{name} of {label} is used outside its with block", hint=hint)
-
-
-def refuse_again(label: str) -> NoReturn:
-    """Raise, since a block is entered once."""
-    raise LifecycleError(f"this with block of {label} was entered before", hint="Call read() or write() each time.")

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from q4_actors.tensors.stream_order import StreamEvents, TorchStreams
-from q4core import ConfigError, WriteConflictError
+from q4core import WriteConflictError
 from q4core.memory import keeper_of
 
 if TYPE_CHECKING:
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from q4_actors.tensors.blocks import ReadView, WriteBlock
-    from q4_actors.tensors.protocol import Content
+    from q4_actors.tensors.state import State
     from q4_actors.tensors.stream_order import Streams
+    from q4_actors.tensors.tickets import BlockTicket
 
-__all__ = ["DeviceSync", "DualView", "to_side"]
+__all__ = ["DeviceSync", "DualView"]
 
 
 class DualView(Protocol):
@@ -42,23 +42,6 @@ class DualView(Protocol):
         ...
 
 
-def to_side(content: Content, device: str) -> str:
-    """Return ``device`` where the content has a tensor for it.
-
-    Raises:
-        ConfigError: It has no dual view, or the device is another.
-        LifecycleError: This is a forked child.
-    """
-    if content.is_forked:
-        content.raise_closed()
-    if content.sync is None or not content.sync.has_dual_view:
-        rule, hint = "None without a dual view", "Give one: MutableTensor(…, sides=…), over unified memory."
-        raise ConfigError(content.label, name="device", rule=rule, value=device, hint=hint)
-    if device not in {"cpu", "cuda"}:
-        raise ConfigError(content.label, name="device", rule="'cpu', 'cuda' or None", value=device)
-    return device
-
-
 class DeviceSync:
     """Lets each block begin after the device work that it depends on, and in its turn between CPU and CUDA.
 
@@ -67,7 +50,7 @@ class DeviceSync:
         view: The CPU and the CUDA tensor of its memory, or None for a plain CUDA tensor.
     """
 
-    def __init__(self, content: Content, view: DualView | None = None) -> None:
+    def __init__(self, content: State, view: DualView | None = None) -> None:
         self._content, self._view = content, view
         self.has_dual_view = view is not None
         self._home = content.device.type
@@ -76,11 +59,11 @@ class DeviceSync:
         if not streams.is_capturing():
             self._events.record(content.tensor, None, is_reading=False)  # whoever made it may still be filling it
 
-    def arrive(self, block: ReadView | WriteBlock) -> None:
+    def arrive(self, block: BlockTicket) -> None:
         """Note when a block asked to be let in: its time limit counts all that it waits for."""
         block.deadline = None if block.timeout is None else time.monotonic() + block.timeout
 
-    def begin(self, block: ReadView | WriteBlock, base: torch.Tensor, *, is_reading: bool) -> torch.Tensor | None:
+    def begin(self, block: BlockTicket, base: torch.Tensor, *, is_reading: bool) -> torch.Tensor | None:
         """Let a block that has its turn among the threads go on.
 
         Returns:
@@ -102,7 +85,7 @@ class DeviceSync:
             raise
         return None if block.side is None else tensor
 
-    def _take_turn(self, block: ReadView | WriteBlock, side: str) -> torch.Tensor:
+    def _take_turn(self, block: BlockTicket, side: str) -> torch.Tensor:
         content, view = self._content, self._view
         if view is None:  # closed in this instant
             content.raise_closed()
@@ -113,11 +96,11 @@ class DeviceSync:
         except WriteConflictError as error:
             with content.lock:
                 other = "cuda" if side == "cpu" else "cpu"
-                content.refuse(f"is in use on its {other} side: {error.summary}", error.hint or "Wait longer.")
+                content.raise_conflict(f"is in use on its {other} side: {error.summary}", error.hint or "Wait longer.")
         block.turn = turn
         return tensor
 
-    def end(self, block: ReadView | WriteBlock, base: torch.Tensor, *, is_reading: bool) -> None:
+    def end(self, block: BlockTicket, base: torch.Tensor, *, is_reading: bool) -> None:
         """Record an event after what the block has queued, and end its turn."""
         try:
             if (block.side or self._home) == "cuda":
@@ -128,7 +111,7 @@ class DeviceSync:
         finally:
             self.leave(block)
 
-    def end_write(self, block: WriteBlock, work: torch.Tensor, problem: BaseException | None) -> BaseException | None:
+    def end_write(self, block: BlockTicket, work: torch.Tensor, problem: BaseException | None) -> BaseException | None:
         """End an update; return what has failed by now, in it or here."""
         try:
             if self._content.gate.writer is block:
@@ -139,7 +122,7 @@ class DeviceSync:
             return problem or raised
         return problem
 
-    def leave(self, block: ReadView | WriteBlock) -> None:
+    def leave(self, block: BlockTicket) -> None:
         """End a block's turn, if it has one."""
         turn, block.turn = block.turn, None
         if turn is not None:

@@ -1,43 +1,42 @@
-"""What a ``MutableTensor`` is inside: the content with its version, and what the blocks do to it.
+"""``ThreadProtocol``: what the blocks of a mutable tensor do, among the threads of one process.
 
 ``docs/memory-protocols.md`` states the protocol, its invariants, and why no reader sees half an update.
 """
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING, NoReturn
+import os
+import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
 from q4_actors.tensors.backoff import Backoff
-from q4_actors.tensors.blocks import ReadView
-from q4_actors.tensors.rwlock import HERE, LOOK_INTERVAL_S, RWLock
-from q4_actors.tensors.snapshot import Snapshot
-from q4core import InputError, LifecycleError, PoisonedError, WriteConflictError, default_registry
-from q4core.memory import detached_copy, provider_of
+from q4_actors.tensors.rwlock import LOOK_INTERVAL_S
+from q4_actors.tensors.state import State, mark_of
+from q4_actors.tensors.tickets import HERE
+from q4core import InputError, LifecycleError, PoisonedError, default_registry
+from q4core.memory import detached_copy
 from q4core.plugin_api import describe_exception
 
 if TYPE_CHECKING:
-    from q4_actors.tensors.blocks import WriteBlock
     from q4_actors.tensors.dual_view import DeviceSync
+    from q4_actors.tensors.tickets import ReadTicket, WriteTicket
     from q4core.memory import MemoryProvider
 
-__all__ = ["Content", "cause_of", "copied", "mark_of", "refuse_late"]
+__all__ = ["PROTOCOLS", "ThreadProtocol", "copied"]
+
+PROTOCOLS: weakref.WeakSet[ThreadProtocol] = weakref.WeakSet()
+"""``after_fork`` of each is called in every child of this process: what its parent's threads hold is the parent's."""
 
 
-def refuse_late(label: str, error: BaseException | None) -> None:
-    """Complain about a block that was put out before it was left, unless it is left by an error of its own."""
-    if error is None:
-        raise LifecycleError(
-            f"a with block of {label} was left after its thread had ended, or in a forked child",
-            hint="Its update is dropped, and what it read may be torn. Leave each block in the thread that entered it.",
-        )
+def _after_fork() -> None:
+    for protocol in tuple(PROTOCOLS):
+        protocol.after_fork()
 
 
-def cause_of(problem: BaseException | None) -> str | None:
-    """Return why an update failed."""
-    return None if problem is None else f"a writer failed with {describe_exception(problem)}"
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def copied(tensor: torch.Tensor, home: MemoryProvider | None, label: str) -> torch.Tensor:
@@ -47,44 +46,11 @@ def copied(tensor: torch.Tensor, home: MemoryProvider | None, label: str) -> tor
     return default_registry().placer_type().copy_beside(home, tensor, f"copy for {label}")
 
 
-def mark_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return torch's count of in-place changes, which all aliases share, and the address."""
-    return tensor._version, tensor.data_ptr()  # noqa: SLF001  # torch documents it under this name
+class ThreadProtocol(State):
+    """The steps of blocks, over the state that they change under its lock."""
 
-
-class Content:
-    """State and protocol. ``lock`` guards every field; the content is guarded by ``gate``, or never changes."""
-
-    def __init__(self, tensor: torch.Tensor, label: str, *, is_in_place: bool, version: int = 0) -> None:
-        self.label = label
-        self.home = provider_of(tensor)
-        self.is_in_place = is_in_place
-        self.renew()
-        self.tensor = tensor
-        # The last writer's tensor, until the next turn. To free a tensor torch gives up the interpreter's lock: if that
-        # happened after the block, readers would run on for whole switch intervals before the writer could come back.
-        self.kept: torch.Tensor | None = None
-        self.mark = mark_of(tensor)
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.nbytes = tensor.nbytes
-        self.sync: DeviceSync | None = None  # for memory that a device works on
-        self.version = version
-        self.poison: str | None = None
-        self.is_closed = self.is_forked = False
-        self.is_unsettled = False
-
-    def make_gate(self) -> RWLock:
-        """Return what lets threads in."""
-        return RWLock(excludes_readers=self.is_in_place)
-
-    def renew(self) -> None:
-        """Begin with nobody inside, and nothing counted."""
-        self.gate = self.make_gate()
-        self.lock = self.gate.lock
-        self.grown = threading.Condition(self.lock)
-        self.waiting = 0
-        self.reads = self.writes = self.snapshots = self.failures = self.conflicts = self.copies = 0
-        self.bytes_copied = 0
+    sync: DeviceSync | None = None
+    """For memory that a device works on."""
 
     def after_fork(self) -> None:
         """Refuse all use in a child, whose memory is another: what is written there, the parent never sees."""
@@ -96,10 +62,10 @@ class Content:
         """Look at what other processes have changed: nothing, here."""
 
     def close(self) -> None:
-        """Let the content go, and tell everybody who waits."""
+        """Drop the content, and wake everybody who waits."""
         with self.lock:
             self.is_closed = True
-            self.tensor, self.kept = torch.empty(0, device="cpu"), None
+            self.tensor, self.last_work = torch.empty(0, device="cpu"), None
             if self.sync is not None:
                 self.sync.close()
             self.gate.wake()
@@ -131,9 +97,9 @@ class Content:
         if writer is not None and writer.thread() is None:  # known as failed before anybody else is let in
             self.note_failure("a writer's thread ended without leaving its block")
             self.gate.end_write(writer)
-            writer.is_admitted = True  # so that whoever leaves its block is told
+            writer.is_admitted = True  # so that an error meets whoever leaves its block
             self.release_write()
-        for ticket in self.gate.put_out_readers():
+        for ticket in self.gate.evict_readers():
             self.is_unsettled = self.is_in_place
             self.release_read(ticket)
 
@@ -143,7 +109,7 @@ class Content:
     def release_write(self) -> None:
         """Give back what the writer holds beside its place among the threads."""
 
-    def drop_read(self, view: ReadView) -> None:
+    def drop_read(self, view: ReadTicket) -> None:
         """Take back whatever a read that ends before its time has taken."""
         if self.sync is not None:
             self.sync.leave(view)
@@ -151,7 +117,7 @@ class Content:
             self.gate.end_read(view)
             self.release_read(view)
 
-    def drop_write(self, block: WriteBlock) -> None:
+    def drop_write(self, block: WriteTicket) -> None:
         """Take back whatever an update that did not begin has taken."""
         if self.sync is not None:
             self.sync.leave(block)
@@ -166,24 +132,7 @@ class Content:
             self.set_poison(cause)
         self.failures += 1
 
-    # -- complaints
-
-    def check(self) -> None:
-        """Raise if it is closed or poisoned."""
-        if self.is_closed:
-            self.raise_closed()
-        if self.poison is not None:
-            hint = "Give it new content with reset(tensor)."
-            raise PoisonedError(
-                f"{self.label} is poisoned: {self.poison}", hint=hint, value=self.poison, version=self.version
-            )
-
-    def raise_closed(self) -> NoReturn:
-        """Tell that it is closed, or another process's."""
-        if self.is_forked:
-            hint = "Between processes take a SharedMutableTensor."
-            raise LifecycleError(f"{self.label} belongs to the process that made it, not to its fork", hint=hint)
-        raise LifecycleError(f"{self.label} is closed")
+    # -- checks before and while a block waits
 
     def check_waiting(self) -> None:
         """Look whether who is waited for can still leave, and raise if it is closed or poisoned."""
@@ -200,47 +149,15 @@ class Content:
             hint = "Update it with write() or replace(tensor)."
             raise LifecycleError(f"{self.label} is not poisoned, so reset() has nothing to mend", hint=hint)
 
-    def refuse(self, complaint: str, hint: str) -> NoReturn:
-        """Count a conflict and raise it."""
-        self.conflicts += 1
-        raise WriteConflictError(f"{self.label} {complaint}", hint=hint, version=self.version)
-
-    def refuse_nested(self, wanted: str, held: str) -> NoReturn:
-        """Raise, since a thread waits for what it holds itself."""
-        hint = "Read what write() gave you." if wanted == "read" else "Leave the outer block first."
-        self.refuse(f"can't {wanted} inside this thread's own {held}()", hint)
-
-    def refuse_timeout(self, what: str, timeout: float | None, who: str) -> NoReturn:
-        """Raise, since a block's time ran out."""
-        self.refuse(f"could not be {what} within {timeout} s: {who}", "Wait longer, or hold blocks shorter.")
-
     def check_not_inside(self) -> None:
         """Raise, where a thread waits for a version that its own block keeps from coming."""
         thread, gate = HERE.thread, self.gate
         if gate.is_writing(thread) or (self.is_in_place and gate.is_reading(thread)):
-            self.refuse("can't wait() inside this thread's own block", "It would never end.")
-
-    def set_poison(self, cause: str) -> None:
-        """Declare the content unknown, and tell everybody who waits."""
-        self.poison = cause
-        self.gate.wake()
-        self.grown.notify_all()
-
-    def refuse_touched(self, base: torch.Tensor, version: int) -> NoReturn:
-        """Raise, since a version was changed outside ``write()``: by a reader, or a writer that kept its tensor."""
-        cause = f"version {version} was changed in place outside write()"
-        if base is self.tensor and self.poison is None:
-            self.set_poison(cause)
-        hint = "Change a snapshot(), or write inside write(); then call reset(tensor)."
-        raise PoisonedError(f"{self.label} is poisoned: {cause}", hint=hint, value=cause, version=version)
+            self.raise_conflict("can't wait() inside this thread's own block", "It would never end.")
 
     # -- reading
 
-    def view(self, timeout: float | None) -> ReadView:
-        """Return a block that reads."""
-        return ReadView(self, timeout)
-
-    def begin_read(self, view: ReadView) -> torch.Tensor:
+    def begin_read(self, view: ReadTicket) -> torch.Tensor:
         """Let the view in, when its turn comes, to the newest version; if that raises, ``drop_read`` must follow."""
         sync = self.sync
         if sync is not None:
@@ -251,20 +168,20 @@ class Content:
                 self.check()
             base, mark = self.tensor, self.mark
             if mark_of(base) != mark:
-                self.refuse_touched(base, self.version)
+                self.raise_external_write(base, self.version)
             view.base, view.mark, view.number = base, mark, self.version
         side = None if sync is None else sync.begin(view, base, is_reading=True)
         return base.detach() if side is None else side
 
-    def enter_read(self, view: ReadView) -> None:
+    def enter_read(self, view: ReadTicket) -> None:
         """Let the view in among the threads of this process, in its turn."""
         gate = self.gate
         if self.is_in_place and gate.is_writing(view.thread):
-            self.refuse_nested("read", "write")
+            self.raise_nested_use("read", "write")
         if not gate.enter_read(view, view.timeout, self.check_waiting):
-            self.refuse_timeout("read", view.timeout, "a writer is there")
+            self.raise_timeout("read", view.timeout, "a writer is there")
 
-    def end_read(self, view: ReadView, error: BaseException | None) -> None:
+    def end_read(self, view: ReadTicket, error: BaseException | None) -> None:
         """Let the view out, after a look at whether its version is still what it was."""
         base, version = view.base, view.number
         is_late = False
@@ -278,29 +195,18 @@ class Content:
                 self.reads += 1
                 try:
                     if not is_late and mark_of(base) != view.mark:
-                        self.refuse_touched(base, version)
+                        self.raise_external_write(base, version)
                 except PoisonedError:
                     if error is None:
                         raise
                 finally:
                     self.release_read(view)
         if is_late:
-            refuse_late(self.label, error)
-
-    def snapshot(self, timeout: float | None) -> Snapshot:
-        """Copy the newest version; a copy of something that was changed meanwhile is thrown away."""
-        with self.view(timeout) as view:
-            copy = detached_copy(view.base)
-        with self.lock:
-            self.reads -= 1
-            self.snapshots += 1
-            self.copies += 1
-            self.bytes_copied += self.nbytes
-        return Snapshot(copy, view.version)
+            self.refuse_late(error)
 
     # -- writing
 
-    def begin_write(self, block: WriteBlock) -> torch.Tensor:
+    def begin_write(self, block: WriteTicket) -> torch.Tensor:
         """Let the block in, when its turn comes, and return an alias of what it may change; or ``drop_write``."""
         sync, side = self.sync, None
         if sync is not None:
@@ -314,7 +220,7 @@ class Content:
                 self.enter_write(block)
             base, mark = self.tensor, self.mark
             if mark_of(base) != mark and not block.healing:
-                self.refuse_touched(base, self.version)
+                self.raise_external_write(base, self.version)
         if sync is not None:
             side = sync.begin(block, base, is_reading=False)
         block.work = work = self.working_copy(block, base, mark)
@@ -322,7 +228,7 @@ class Content:
         block.alias = alias = work.detach()
         return alias if side is None else side
 
-    def enter_write(self, block: WriteBlock) -> None:
+    def enter_write(self, block: WriteTicket) -> None:
         """Let the block in among the threads of this process when its turn comes, or refuse it."""
         gate = self.gate
         check = self.check_healing if block.healing else self.check_waiting
@@ -330,16 +236,16 @@ class Content:
         if gate.try_write(block):
             return
         if gate.is_writing(block.thread) or gate.is_reading(block.thread):
-            self.refuse_nested("write", "write" if gate.is_writing(block.thread) else "read")
+            self.raise_nested_use("write", "write" if gate.is_writing(block.thread) else "read")
         if not block.wait and gate.has_writer:
-            self.refuse("is being written by another thread", "Use write(wait=True), or retry.")
+            self.raise_conflict("is being written by another thread", "Use write(wait=True), or retry.")
         if not gate.enter_write(block, block.timeout, check):
             has_readers = self.is_in_place and gate.writer is None
             who = "readers are there" if has_readers else "another writer is there"
-            self.refuse_timeout("written", block.timeout, who)
+            self.raise_timeout("written", block.timeout, who)
         check()
 
-    def working_copy(self, block: WriteBlock, base: torch.Tensor, mark: tuple[int, int]) -> torch.Tensor:
+    def working_copy(self, block: WriteTicket, base: torch.Tensor, mark: tuple[int, int]) -> torch.Tensor:
         """Return what the writer changes: the content itself, or a copy of it (or of what replaces it)."""
         if self.is_unsettled and self.sync is not None:
             self.sync.settle()
@@ -351,10 +257,10 @@ class Content:
         copy = copied(base if block.source is None else block.source, self.home, self.label)
         if mark_of(base) != mark and not block.healing:
             with self.lock:
-                self.refuse_touched(base, self.version)
+                self.raise_external_write(base, self.version)
         return copy
 
-    def end_write(self, block: WriteBlock, error: BaseException | None) -> None:
+    def end_write(self, block: WriteTicket, error: BaseException | None) -> None:
         """Publish the update, or drop it, or poison the content; then let the block out."""
         work, alias = block.work, block.alias
         del block.work, block.alias
@@ -366,24 +272,25 @@ class Content:
             problem = raised
         if self.sync is not None:
             problem = self.sync.end_write(block, work, problem)
-        is_kept = self.is_in_place and not alias.requires_grad
-        self.kept = None
+        keeps_work = self.is_in_place and not alias.requires_grad
+        self.last_work = None
         with self.lock:
-            if self.gate.writer is not block:  # it was put out, and counted as a failure
+            if self.gate.writer is not block:  # it was evicted, and counted as a failure
                 block.is_admitted = False
-                refuse_late(self.label, error)
+                self.refuse_late(error)
                 return
             is_published = False
             try:
                 if not self.is_in_place or block.source is not None:
-                    self.copies += 1
-                    self.bytes_copied += self.nbytes
+                    self.count_copy()
                 is_published = problem is None and self.publish(block, work)
                 if is_published:
                     self.writes += 1
-                    self.kept = alias if is_kept else None
+                    self.last_work = alias if keeps_work else None
                 else:
-                    self.note_failure(cause_of(problem))
+                    self.note_failure(
+                        None if problem is None else f"a writer failed with {describe_exception(problem)}"
+                    )
             finally:
                 self.gate.end_write(block)
                 if not is_published:
@@ -393,7 +300,7 @@ class Content:
         if problem is not None and problem is not error:
             raise problem
 
-    def check_form(self, block: WriteBlock, work: torch.Tensor, alias: torch.Tensor) -> None:
+    def check_form(self, block: WriteTicket, work: torch.Tensor, alias: torch.Tensor) -> None:
         """Refuse an update that changed more than values."""
         extent = None if block.extent is None else work.untyped_storage().nbytes()
         if alias.is_set_to(work) and (work.data_ptr(), extent) == (block.address, block.extent):
@@ -410,7 +317,7 @@ class Content:
                     hint="Change values only, or use replace(tensor).",
                 )
 
-    def publish(self, block: WriteBlock, work: torch.Tensor) -> bool:
+    def publish(self, block: WriteTicket, work: torch.Tensor) -> bool:
         """Make ``work`` the newest version, and give all back; not if it was closed or poisoned meanwhile."""
         if self.is_closed or (self.poison is not None and not block.healing):
             return False

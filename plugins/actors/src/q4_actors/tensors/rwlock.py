@@ -1,4 +1,4 @@
-"""``RWLock``: who of a process's threads may read and who may write, in turn, so that nobody starves.
+"""``RWLock``: a fair lock among the threads of a process, so that neither readers nor writers starve.
 
 One re-entrant lock guards this bookkeeping and its owner's. It is held for a few instructions, never while a caller's
 block or a copy runs. Nothing here relies on the interpreter's global lock.
@@ -7,70 +7,28 @@ block or a copy runs. Nothing here relies on the interpreter's global lock.
 from __future__ import annotations
 
 import collections
-import sys
 import threading
 import time
-import weakref
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ENDED", "HERE", "LOOK_INTERVAL_S", "RWLock", "Thread", "Ticket"]
+    from q4_actors.tensors.tickets import Thread, Ticket
+
+__all__ = ["LOOK_INTERVAL_S", "RWLock"]
 
 LOOK_INTERVAL_S = 0.1
 """How long a waiting thread sleeps before it looks again whether the one it waits for can still leave."""
 
 
-class _Life:
-    """Something that a thread's own storage holds, so that it goes when the thread ends."""
-
-    __slots__ = ("__weakref__",)
-
-
-Thread: TypeAlias = "weakref.ref[_Life]"
-"""A thread, by its life: refers to None once it has ended, and equals no later one, unlike the system's numbers."""
-
-ENDED: list[Callable[[Thread], None]] = []
-"""Called by a thread that ends while somebody still keeps its ``Thread``: inside a block, most likely."""
-
-
-def _report_end(thread: Thread, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-    if not is_exiting():
-        for look in ENDED:
-            look(thread)
-
-
-class _Here(threading.local):
-    """The calling thread, as ``HERE.thread``."""
-
-    def __init__(self) -> None:
-        self._life = _Life()
-        self.thread: Thread = weakref.ref(self._life, _report_end)
-
-
-HERE = _Here()
-
-
-class Ticket:
-    """One request to read or to write, and the thread that made it."""
-
-    __slots__ = ("bell", "is_admitted", "thread")
-
-    bell: threading.Condition
-    """Rung for this ticket alone, while it waits: each thread that wakes for nothing costs all others a turn."""
-    thread: Thread
-
-    def __init__(self) -> None:
-        self.is_admitted = False
-
-
 class RWLock:
     """One writer at a time; readers at any time, or (``excludes_readers``) only while nobody writes.
 
-    Turns: a reader that comes while a writer writes or waits, waits; whoever leaves hands over, under the lock: after a
-    write all readers that wait by then go first, then the writer that has waited longest. So a stream of readers
-    can't starve a writer, nor a stream of writers a reader. A thread that reads already may always read once more.
+    The lock is fair rather than fast: a reader that comes while a writer writes or waits, waits. Whoever leaves passes
+    the turn on, under the lock: after a write to all readers that wait by then, then to the writer that has waited
+    longest. So a stream of readers can't starve a writer, nor a stream of writers a reader. A thread that reads already
+    may always read once more.
 
     Every method is called with ``lock`` held.
 
@@ -105,7 +63,7 @@ class RWLock:
         Args:
             ticket: A new ticket.
             timeout: Seconds to wait, None for no limit.
-            check: Called before each sleep; puts out who can't leave, and raises if waiting has become pointless.
+            check: Called before each sleep; evicts who can't leave, and raises if waiting has become pointless.
 
         Returns:
             False if the time ran out.
@@ -133,16 +91,16 @@ class RWLock:
         return True
 
     def end_read(self, ticket: Ticket) -> bool:
-        """End a read; return False if it had ended, since it was put out."""
+        """End a read; return False if it had ended, since it was evicted."""
         was_in = ticket in self.readers
         self.readers.discard(ticket)
         ticket.is_admitted = False
         if self._waiting_writers:
-            self.hand_over()
+            self.pass_turn()
         return was_in
 
     def end_write(self, ticket: Ticket) -> bool:
-        """End a write; return False if it had ended, since it was put out."""
+        """End a write; return False if it had ended, since it was evicted."""
         ticket.is_admitted = False
         if self.writer is not ticket:
             return False
@@ -150,15 +108,15 @@ class RWLock:
         if self._waiting_readers:
             self._admit_waiting_readers()
         if self._waiting_writers:
-            self.hand_over()
+            self.pass_turn()
         return True
 
-    def put_out_readers(self) -> list[Ticket]:
-        """Put out readers whose thread has ended, and return them."""
+    def evict_readers(self) -> list[Ticket]:
+        """Evict readers whose thread has ended, and return them."""
         ended = [ticket for ticket in self.readers if ticket.thread() is None]
         self.readers.difference_update(ended)
         if ended:
-            self.hand_over()
+            self.pass_turn()
         return ended
 
     def wake(self) -> None:
@@ -166,7 +124,7 @@ class RWLock:
         for ticket in (*self._waiting_readers, *self._waiting_writers):
             ticket.bell.notify()
 
-    def hand_over(self) -> None:
+    def pass_turn(self) -> None:
         """Let the longest waiting writer in if the way is free, or the readers if no writer is left to wait for."""
         if self.writer is not None:
             return
@@ -204,5 +162,5 @@ class RWLock:
         finally:
             if ticket in queue:
                 queue.remove(ticket)
-                self.hand_over()  # to those who waited behind it
+                self.pass_turn()  # to those who waited behind it
         return ticket.is_admitted

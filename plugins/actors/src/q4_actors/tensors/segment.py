@@ -267,11 +267,21 @@ class Segment:
         size = CAUSE.stop - CAUSE.start
         self._bytes[CAUSE] = text.encode(errors="backslashreplace")[: size - 1].ljust(size, b"\0")
 
+    @property
+    def is_disposed(self) -> bool:
+        """Whether this process has given everything back."""
+        return not self.close.alive
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether somebody has cut the file short, so that a look at what is gone would end the process."""
+        return not self.is_disposed and self.locks.size() < self.form.total
+
     def close_first(self, part: Any) -> None:
         """Close something before the locks that prove it to be this process's."""
         self._held.insert(0, part)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the memory, but for a copy of the header."""
         header = memoryview(bytearray(PAGE))
         self.memory, self._bytes, self.words, self.slots = None, header, header.cast("q"), []

@@ -7,10 +7,10 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from q4_actors.tensors.arguments import MutableMode, check_content, check_version, label_of, to_mode
-from q4_actors.tensors.rwlock import HERE
 from q4_actors.tensors.segment import MAX_SLOTS, Form, Segment
-from q4_actors.tensors.shm_protocol import SharedContent
+from q4_actors.tensors.shm_protocol import ShmProtocol
 from q4_actors.tensors.tensor import MutableTensor
+from q4_actors.tensors.tickets import HERE
 from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     import torch
     from typing_extensions import Self
+
+    from q4_actors.tensors.blocks import ReadView
 
 __all__ = ["SharedMutableTensor"]
 
@@ -46,7 +48,7 @@ class SharedMutableTensor(MutableTensor):
         LifecycleError: The system refuses a file or a lock.
     """
 
-    _content: SharedContent
+    _protocol: ShmProtocol
 
     def __init__(
         self,
@@ -71,7 +73,10 @@ class SharedMutableTensor(MutableTensor):
         self._mode, self._name = segment.form.mode, name
         bytes_each = segment.form.content_bytes
         cells = _extension(label).Core(segment.memory, segment.slots, HERE, bytes_each, segment.locks.file)
-        self._content = SharedContent(segment, label, cells)
+        self._protocol = ShmProtocol(segment, label, cells)
+
+    def _view(self, timeout: float | None) -> ReadView:
+        return self._protocol.cells.read(self._protocol, timeout)
 
     @classmethod
     def attach(
@@ -121,7 +126,7 @@ class SharedMutableTensor(MutableTensor):
     @property
     def segment(self) -> str:
         """What another process gives to ``attach``."""
-        return self._content.segment.name
+        return self._protocol.segment.name
 
     def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., MutableTensor], tuple[object, ...]]:  # type: ignore[override]  # it can be pickled
         """Pickle as a handle: another process that unpickles it attaches to the same tensor.
@@ -130,8 +135,8 @@ class SharedMutableTensor(MutableTensor):
             LifecycleError: It is closed.
         """
         if self.is_closed:
-            self._content.raise_closed()
-        form = self._content.segment.form
+            self._protocol.raise_closed()
+        form = self._protocol.segment.form
         return _attached, (type(self), self.segment, self._name, form)
 
     def __copy__(self, *_: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What a ``MutableTensor`` gives to keep: a copy of one version, and what has happened so far."""
+"""Snapshots and statistics of a ``MutableTensor``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MutableStats", "Snapshot"]
+__all__ = ["STATS", "MutableStats", "Snapshot"]
 
 
 @attrs.frozen(eq=False)
@@ -46,3 +46,6 @@ class MutableStats:
     conflicts: int
     copies: int
     bytes_copied: int
+
+
+STATS = tuple(field.name for field in attrs.fields(MutableStats))

@@ -6,13 +6,12 @@ import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
 from q4_actors.tensors.arguments import MutableMode, check_content, check_version, label_of, to_mode, to_seconds
-from q4_actors.tensors.at_fork import CONTENTS
-from q4_actors.tensors.blocks import WriteBlock
-from q4_actors.tensors.dual_view import DeviceSync, to_side
-from q4_actors.tensors.protocol import Content, copied
-from q4_actors.tensors.snapshot import MutableStats, Snapshot
+from q4_actors.tensors.blocks import ReadView, WriteBlock
+from q4_actors.tensors.dual_view import DeviceSync
+from q4_actors.tensors.protocol import PROTOCOLS, ThreadProtocol, copied
+from q4_actors.tensors.snapshot import STATS, MutableStats, Snapshot
 from q4core import ConfigError, InputError, LifecycleError
-from q4core.memory import provider_of, was_taken_back
+from q4core.memory import detached_copy, provider_of, was_taken_back
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Self
 
-    from q4_actors.tensors.blocks import ReadView
     from q4_actors.tensors.dual_view import DualView
     from q4core import MemoryDecision
 
@@ -85,10 +83,11 @@ class MutableTensor:
             raise LifecycleError(text, hint="Place a new tensor.")
         content = copied(tensor, provider_of(tensor), label) if copy else tensor.detach()
         check_version(label, version, is_first=True)
-        self._content = Content(content, label, is_in_place=self._mode is MutableMode.IN_PLACE, version=version)
+        is_in_place = self._mode is MutableMode.IN_PLACE
+        self._protocol = ThreadProtocol(content, label, is_in_place=is_in_place, version=version)
         if sides is not None or tensor.device.type == "cuda":
-            self._content.sync = DeviceSync(self._content, sides)
-        CONTENTS.add(self._content)
+            self._protocol.sync = DeviceSync(self._protocol, sides)
+        PROTOCOLS.add(self._protocol)
 
     # -- facts
 
@@ -105,17 +104,17 @@ class MutableTensor:
     @property
     def shape(self) -> torch.Size:
         """The shape, which never changes."""
-        return self._content.shape
+        return self._protocol.shape
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype, which never changes."""
-        return self._content.dtype
+        return self._protocol.dtype
 
     @property
     def device(self) -> torch.device:
         """The device, which never changes."""
-        return self._content.device
+        return self._protocol.device
 
     @property
     def version(self) -> int:
@@ -124,7 +123,7 @@ class MutableTensor:
         Raises:
             LifecycleError: It is closed.
         """
-        content = self._content
+        content = self._protocol
         with content.lock:
             content.observe()
             if content.is_closed:
@@ -134,31 +133,23 @@ class MutableTensor:
     @property
     def is_poisoned(self) -> bool:
         """Whether the content is unknown until ``reset()``."""
-        with self._content.lock:
-            self._content.reclaim()
-            return self._content.poison is not None
+        with self._protocol.lock:
+            self._protocol.reclaim()
+            return self._protocol.poison is not None
 
     @property
     def is_closed(self) -> bool:
         """Whether ``close()`` was called; between processes, in this one or by the maker."""
-        with self._content.lock:
-            self._content.observe()
-            return self._content.is_closed
+        with self._protocol.lock:
+            self._protocol.observe()
+            return self._protocol.is_closed
 
     def stats(self) -> MutableStats:
         """Return what has happened so far; also after ``close()``."""
-        content = self._content
+        content = self._protocol
         with content.lock:
             content.reclaim()
-            return MutableStats(
-                reads=content.reads,
-                writes=content.writes,
-                snapshots=content.snapshots,
-                failures=content.failures,
-                conflicts=content.conflicts,
-                copies=content.copies,
-                bytes_copied=content.bytes_copied,
-            )
+            return MutableStats(**{field: getattr(content, field) for field in STATS})
 
     # -- reading
 
@@ -176,16 +167,37 @@ class MutableTensor:
             WriteConflictError: The time ran out; or an ``IN_PLACE`` read inside this thread's own write.
             ConfigError: ``timeout`` or ``device`` is not legal.
         """
-        content = self._content
-        side = None if device is None else to_side(content, device)
-        view = content.view(None if timeout is None else to_seconds(content.label, timeout))
+        side = None if device is None else self._side_of(device)
+        view = self._view(None if timeout is None else to_seconds(self._protocol.label, timeout))
         if side is not None:
             view.side = side
         return view
 
     def snapshot(self, *, timeout: float | None = None) -> Snapshot:
         """Return an own copy of one whole version; arguments and errors as for ``read``."""
-        return self._content.snapshot(to_seconds(self._content.label, timeout))
+        content = self._protocol
+        with self._view(to_seconds(content.label, timeout)) as view:
+            copy = detached_copy(view.base)
+        with content.lock:
+            content.reads -= 1
+            content.snapshots += 1
+            content.count_copy()
+        return Snapshot(copy, view.version)
+
+    def _view(self, timeout: float | None) -> ReadView:
+        return ReadView(self._protocol, timeout)
+
+    def _side_of(self, device: str) -> str:
+        """Return ``device``, if there is a tensor for it."""
+        content = self._protocol
+        if content.is_forked:
+            content.raise_closed()
+        if content.sync is None or not content.sync.has_dual_view:
+            rule, hint = "None without a dual view", "Give one: MutableTensor(…, sides=…), over unified memory."
+            raise ConfigError(content.label, name="device", rule=rule, value=device, hint=hint)
+        if device not in {"cpu", "cuda"}:
+            raise ConfigError(content.label, name="device", rule="'cpu', 'cuda' or None", value=device)
+        return device
 
     def wait(self, version: int, timeout: float | None = None) -> bool:
         """Wait until the version is at least ``version``; another process's is seen within a millisecond.
@@ -203,7 +215,7 @@ class MutableTensor:
             WriteConflictError: It would never end: this thread itself writes, or holds an ``IN_PLACE`` read.
             ConfigError: ``version`` or ``timeout`` is not legal.
         """
-        content = self._content
+        content = self._protocol
         check_version(content.label, version)
         return content.wait_for(version, to_seconds(content.label, timeout))
 
@@ -230,10 +242,10 @@ class MutableTensor:
             UnifiedMemoryError: ``VERSIONED`` in a provider's memory: there is no room for a further version.
             ConfigError: ``timeout`` or ``device`` is not legal.
         """
-        content = self._content
+        content = self._protocol
         block = WriteBlock(content, wait, None if timeout is None else to_seconds(content.label, timeout))
         if device is not None:
-            block.side = to_side(content, device)
+            block.side = self._side_of(device)
         return block
 
     def replace(self, tensor: torch.Tensor, *, wait: bool = False, timeout: float | None = None) -> None:
@@ -249,8 +261,8 @@ class MutableTensor:
             WriteConflictError, LifecycleError, PoisonedError, UnifiedMemoryError, ConfigError: As ``write``.
         """
         source = self._fitting("replace", tensor)
-        seconds = to_seconds(self._content.label, timeout)
-        with WriteBlock(self._content, wait, seconds, source) as content:
+        seconds = to_seconds(self._protocol.label, timeout)
+        with WriteBlock(self._protocol, wait, seconds, source) as content:
             if self._mode is MutableMode.IN_PLACE:
                 content.copy_(_apart(source, content))
 
@@ -267,13 +279,13 @@ class MutableTensor:
             WriteConflictError, UnifiedMemoryError, ConfigError: As ``write``.
         """
         source = None if tensor is None else self._fitting("reset", tensor)
-        seconds = to_seconds(self._content.label, timeout)
-        with WriteBlock(self._content, True, seconds, source, True) as content:  # noqa: FBT003  # as WriteBlock says
+        seconds = to_seconds(self._protocol.label, timeout)
+        with WriteBlock(self._protocol, True, seconds, source, True) as content:  # noqa: FBT003  # as WriteBlock says
             if self._mode is MutableMode.IN_PLACE:
                 content.zero_() if source is None else content.copy_(_apart(source, content))
 
     def _fitting(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
-        label = f"{what}() of {self._content.label}"
+        label = f"{what}() of {self._protocol.label}"
         check_content(label, tensor, copy=True)
         for name in ("shape", "dtype", "device"):
             wanted, got = getattr(self, name), getattr(tensor, name)
@@ -284,12 +296,12 @@ class MutableTensor:
     # -- lifetime
 
     def close(self) -> None:
-        """Let the content go; later use is a ``LifecycleError``. Closing twice is allowed.
+        """Drop the content; later use is a ``LifecycleError``. Closing twice is allowed.
 
-        Whoever waits is told; readers inside their block keep their version; an update under way is dropped. Between
-        processes it is let go of in this one; the maker's ``close()`` ends it for all.
+        Whoever waits gets that error; readers inside their block keep their version; an update under way is dropped.
+        Between processes this one's handle is closed; the maker's ``close()`` ends it for all.
         """
-        self._content.close()
+        self._protocol.close()
 
     def __enter__(self) -> Self:
         """Return itself, to be closed at the end of the block."""
@@ -308,11 +320,11 @@ class MutableTensor:
             LifecycleError: Always.
         """
         hint = "Between processes take a SharedMutableTensor; else make another one from snapshot().tensor."
-        raise LifecycleError(f"{self._content.label} is shared, and can't be copied or pickled", hint=hint)
+        raise LifecycleError(f"{self._protocol.label} is shared, and can't be copied or pickled", hint=hint)
 
     def __repr__(self) -> str:
         """Name, mode, form and state."""
-        content = self._content
+        content = self._protocol
         with content.lock, contextlib.suppress(LifecycleError):
             content.observe()
         is_known = content.poison is None
