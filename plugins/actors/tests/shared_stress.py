@@ -28,7 +28,7 @@ import torch
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
-from q4_actors.tensors.segment import WRITER_PROCESS
+from q4_actors.tensors.form import WRITER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -236,7 +236,7 @@ class Run:
         words = state._protocol.segment.words
         if chance.random() < 0.75:  # as said
             for _ in range(20_000):
-                if words[WRITER_PROCESS] == child and words[TURN]:
+                if words[WRITER] == child and words[TURN]:
                     self.amid += 1
                     return
 

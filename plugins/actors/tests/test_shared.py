@@ -23,7 +23,7 @@ from sharing import content_of, failing_block
 
 import q4core as q4
 from q4_actors import MutableMode, SharedMutableTensor
-from q4_actors.tensors import arguments, segment
+from q4_actors.tensors import arguments, form, segment
 from q4_actors.tensors.file_locks import FileLocks
 
 if TYPE_CHECKING:
@@ -207,14 +207,14 @@ def test_version_overflow_is_refused(state: SharedMutableTensor) -> None:
     """The last version that the word has room for is written; the next is a LifecycleError that changes nothing."""
     largest = arguments.MAX_VERSION
     words = state._protocol.segment.words
-    words[segment.CURRENT] |= (largest - 1) << 8
+    words[form.CURRENT] |= (largest - 1) << 8
     state.replace(torch.full((4,), 2.0))
     assert state.version == largest
     with pytest.raises(q4.LifecycleError) as caught, state.write():
         pass
     assert f"has come to its last version, {largest}" in str(caught.value)
     assert (content_of(state), state.version, state.is_poisoned) == ([2.0] * 4, largest, False)
-    assert words[segment.CURRENT] > 0
+    assert words[form.CURRENT] > 0
 
 
 @pytest.mark.parametrize(

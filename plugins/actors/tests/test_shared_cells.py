@@ -15,7 +15,7 @@ from sharing import LONG, content_of, fork_by_c
 
 import q4core as q4
 from q4_actors import MutableTensor, SharedMutableTensor
-from q4_actors.tensors import backoff, file_locks, segment, shm_protocol
+from q4_actors.tensors import backoff, file_locks, form, shm_protocol
 from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ def test_row_of_the_dead_is_taken_by_who_comes(state: SharedMutableTensor) -> No
 
 def test_too_many_handles_are_refused(state: SharedMutableTensor) -> None:
     """LifecycleError with the number; who lets go makes room."""
-    joined = [SharedMutableTensor.attach(state.segment) for _ in range(segment.ROWS - 1)]
+    joined = [SharedMutableTensor.attach(state.segment) for _ in range(form.ROWS - 1)]
     with pytest.raises(q4.LifecycleError) as caught:
         SharedMutableTensor.attach(state.segment, name="membrane")
-    assert f"has {segment.ROWS} handles" in str(caught.value)
+    assert f"has {form.ROWS} handles" in str(caught.value)
     assert "membrane" in str(caught.value)
     joined.pop().close()
     with SharedMutableTensor.attach(state.segment) as last:
@@ -190,7 +190,7 @@ def test_waker_that_is_killed_strands_nobody(
     waiting = threads.submit(state.wait, 1)
     until(lambda: bool(state._protocol.segment.words[AWAITED]))
     time.sleep(0.05)
-    state._protocol.segment.words[segment.CURRENT] += 1 << 8  # all that the killed process came to do
+    state._protocol.segment.words[form.CURRENT] += 1 << 8  # all that the killed process came to do
     assert waiting.result(scaled(LONG))
 
 
@@ -216,7 +216,7 @@ def test_process_without_the_extension_module_is_told_the_way_out(
 
 def test_both_halves_agree_on_the_rows() -> None:
     """The header has as many rows in Python as in C++."""
-    assert importlib.import_module("q4_actors._native").ROWS == segment.ROWS
+    assert importlib.import_module("q4_actors._native").ROWS == form.ROWS
 
 
 def test_nobody_asks_for_a_lock(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ from q4_actors.runtimes.actor import (
 )
 from q4_actors.runtimes.errors import ActorDeadError, ActorError, MessageError
 from q4_actors.runtimes.memory_report import ActorMemory, memory_of
-from q4_actors.runtimes.ray_tensor import BORN, Hub, RayTensor, key_of, words_of
+from q4_actors.runtimes.ray_hub import BORN, Hub, key_of, words_of
+from q4_actors.runtimes.ray_tensor import RayTensor
 from q4_actors.runtimes.weights import SharedWeight, forms_of, from_flat, share_by, to_flat
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 

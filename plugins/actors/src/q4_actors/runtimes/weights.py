@@ -11,7 +11,8 @@ import torch
 
 import q4core as q4
 from q4_actors.tensors.arguments import MutableMode
-from q4_actors.tensors.segment import Form, Segment
+from q4_actors.tensors.form import Form
+from q4_actors.tensors.segment import Segment
 from q4core.plugin_api import emit
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from q4_actors.tensors.segment import FIRST_ROW, ROWS
+from q4_actors.tensors.form import ROWS
+from q4_actors.tensors.segment import FIRST_ROW
 from q4core import LifecycleError
 
 if TYPE_CHECKING:

@@ -14,123 +14,24 @@ import pathlib
 import re
 import secrets
 import stat
-import struct
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 
-from q4_actors.tensors.arguments import MutableMode
 from q4_actors.tensors.file_locks import FileLocks
+from q4_actors.tensors.form import CAUSE, CURRENT, MAX_RANK, PAGE, START, Form
 from q4core import ConfigError, InputError, LifecycleError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "CLOSED",
-    "CURRENT",
-    "FIRST_ROW",
-    "MAX_SLOTS",
-    "ROWS",
-    "TAINTED",
-    "USED",
-    "WRITER_PROCESS",
-    "Form",
-    "Segment",
-]
+__all__ = ["FIRST_ROW", "USED", "Segment"]
 
 FOLDER = pathlib.Path("/dev/shm")  # noqa: S108  # where Linux keeps shared memory
 NAME = re.compile(r"q4core-[0-9a-f]{16}")
-MAGIC = b"q4mutabl"
-LAYOUT = 4
-ROWS, ROW_BYTES = 256, 64
-"""Room for what so many handles hold, each on a cache line of its own."""
-PAGE = 4096  # also where pages are larger: what matters is that no two slots share a cache line
-START = PAGE + ROWS * ROW_BYTES
-FORM = struct.Struct("8s6q16s32q")
-MAX_RANK = 32
-MAX_SLOTS = 64
-
 USED, FIRST_ROW = 0, 1
 """Places to lock: by all who use the segment; and by whose row it is, row by row."""
-
-# Words of the header that change; ``native/src/cells.hpp`` has the others. All stores are of whole, aligned words.
-CURRENT = 64
-"""Version and state: ``version << 8 | low``; ``low`` is the slot (VERSIONED) or the state (IN_PLACE)."""
-CLOSED, TAINTED = 72, 73
-"""Whether the maker closed it; and, VERSIONED, 1 + the version that somebody changed outside ``write()``."""
-WRITER_PROCESS = 96
-CAUSE = slice(1024, 1536)
-"""Bytes: words 128 … 191."""
-
-
-@attrs.frozen
-class Form:
-    """What a segment is for.
-
-    Args:
-        mode: How updates and readers are kept apart.
-        dtype: Of the tensor.
-        shape: Of the tensor.
-        slots: How many copies of the content there is room for.
-    """
-
-    mode: MutableMode
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    slots: int
-
-    @property
-    def content_bytes(self) -> int:
-        """Size of one content."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    @property
-    def stride(self) -> int:
-        """Bytes from slot to slot."""
-        return -(-self.content_bytes // PAGE) * PAGE
-
-    @property
-    def total(self) -> int:
-        """Size of the file."""
-        return START + self.slots * self.stride
-
-
-def _packed(form: Form) -> bytes:
-    shape = (*form.shape, *(0,) * (MAX_RANK - len(form.shape)))
-    mode = list(MutableMode).index(form.mode)
-    numbers = (LAYOUT, mode, form.slots, form.stride, form.content_bytes, len(form.shape))
-    return FORM.pack(MAGIC, *numbers, str(form.dtype).removeprefix("torch.").encode(), *shape)
-
-
-def _unpacked(label: str, header: bytes, size: int) -> Form:
-    """Return what a header says, once all of it has been checked."""
-
-    def check(name: str, rule: str, value: object, *, holds: bool) -> None:
-        if not holds:
-            hint = "Attach to a segment that this version of q4-actors made."
-            raise LifecycleError(f"segment of {label}", name=name, rule=rule, value=value, hint=hint)
-
-    check("size", f"{PAGE} bytes or more", size, holds=len(header) >= PAGE)
-    magic, layout, mode, slots, stride, content_bytes, rank, name, *shape = FORM.unpack_from(header)
-    check("magic", repr(MAGIC), magic, holds=magic == MAGIC)
-    check("layout", f"number {LAYOUT}", layout, holds=layout == LAYOUT)
-    check("mode", "0 or 1", mode, holds=mode in {0, 1})
-    check("rank", f"0 … {MAX_RANK}", rank, holds=0 <= rank <= MAX_RANK)
-    check("shape", "0 or more everywhere", shape[:rank], holds=all(length >= 0 for length in shape[:rank]))
-    dtype: Any = getattr(torch, name.rstrip(b"\0").decode("ascii", "replace"), None)
-    check("dtype", "one of torch's", name, holds=isinstance(dtype, torch.dtype))
-    legal = (1, 1) if mode else (3, MAX_SLOTS)
-    check("slots", f"{legal[0]} … {legal[1]}", slots, holds=legal[0] <= slots <= legal[1])
-    form = Form(list(MutableMode)[mode], dtype, tuple(shape[:rank]), slots)
-    check("slot size", f"{form.stride} bytes", stride, holds=stride == form.stride)
-    check("content size", f"{form.content_bytes} bytes", content_bytes, holds=content_bytes == form.content_bytes)
-    check("size", f"{form.total} bytes", size, holds=size == form.total)
-    (word,) = struct.unpack_from("q", header, CURRENT * 8)
-    check("current word", "legal", word, holds=word >= 0 and (word & 255) < max(slots, 3))
-    return form
 
 
 def _remove_unused() -> None:
@@ -199,7 +100,7 @@ class Segment:
             file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(file, 0, form.total)  # so that no later store finds the memory used up
-                os.pwrite(file, _packed(form), 0)
+                os.pwrite(file, form.pack(), 0)
                 locks = FileLocks(f"/proc/self/fd/{file}", label)
                 locks.try_shared(USED)
                 made = cls(name, form, file, locks, is_maker=True)
@@ -243,7 +144,7 @@ class Segment:
             if not stat.S_ISREG(facts.st_mode):
                 text = f"{label}: segment {name} is no file ({stat.filemode(facts.st_mode)})"
                 raise LifecycleError(text)  # noqa: TRY301  # what was opened must be closed
-            form = _unpacked(label, os.pread(file, PAGE, 0), facts.st_size)
+            form = Form.unpack(label, os.pread(file, PAGE, 0), facts.st_size)
             locks = FileLocks(f"/proc/self/fd/{file}", label)
             if not locks.try_shared(USED) or os.fstat(file).st_nlink == 0:
                 raise gone  # noqa: TRY301  # as above

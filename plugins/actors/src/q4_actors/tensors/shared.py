@@ -7,7 +7,8 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from q4_actors.tensors.arguments import MutableMode, check_content, check_version, label_of, to_mode
-from q4_actors.tensors.segment import MAX_SLOTS, Form, Segment
+from q4_actors.tensors.form import MAX_SLOTS, Form
+from q4_actors.tensors.segment import Segment
 from q4_actors.tensors.shm_protocol import ShmProtocol
 from q4_actors.tensors.tensor import MutableTensor
 from q4_actors.tensors.tickets import HERE

@@ -16,9 +16,9 @@ import torch
 from q4_actors.tensors.arguments import MAX_VERSION, MutableMode
 from q4_actors.tensors.backoff import Backoff
 from q4_actors.tensors.blocks import ReadView
+from q4_actors.tensors.form import CLOSED, CURRENT, WRITER
 from q4_actors.tensors.liveness import Liveness
 from q4_actors.tensors.protocol import PROTOCOLS, ThreadProtocol
-from q4_actors.tensors.segment import CLOSED, CURRENT, WRITER_PROCESS
 from q4_actors.tensors.slots import HEALTHY, Slots
 from q4_actors.tensors.state import mark_of
 from q4_actors.tensors.tickets import ENDED
@@ -317,7 +317,7 @@ class ShmProtocol(ThreadProtocol):
     def _pause(self, block: WriteTicket, found: int, backoff: Backoff) -> None:
         """Sleep until there may be a change, or raise if the block won't wait for it, or has no time left."""
         is_impatient = not (block.wait or block.healing)
-        writer = f"process {self.segment.words[WRITER_PROCESS]}"
+        writer = f"process {self.segment.words[WRITER]}"
         count = len(self.segment.slots)
         held = f"readers of old versions hold {count - 1} of {count} slots"
         pause = backoff.next()

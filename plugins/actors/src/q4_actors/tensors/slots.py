@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from q4_actors.tensors.arguments import MutableMode
-from q4_actors.tensors.segment import CURRENT, TAINTED, WRITER_PROCESS
+from q4_actors.tensors.form import CURRENT, TAINTED, WRITER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +69,7 @@ class Slots:
             if held and self._liveness.is_alive(held):
                 return None
             cells.bury(held)
-        return f"process {self._segment.words[WRITER_PROCESS]} ended inside write()" if cells.current == word else None
+        return f"process {self._segment.words[WRITER]} ended inside write()" if cells.current == word else None
 
     def poison(self, version: int, cause: str) -> None:
         """Declare the newest version unknown. ``IN_PLACE``: this process reads, or has the turn."""
