@@ -14,7 +14,7 @@ SUFFIXES = {".py", ".cpp", ".c", ".h", ".hpp", ".cu", ".cuh"}
 NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
     "q4core": 13_900,
-    "plugins/actors": 6_500,
+    "plugins/actors": 6_700,
     "plugins/cli": 2_400,
     "plugins/cpu-native": None,
     "plugins/dequant-fallback": None,
