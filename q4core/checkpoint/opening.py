@@ -125,7 +125,7 @@ def _check_schema(schema: Schema, request: OpenRequest, path: str) -> None:
 
 def _file_error(path: Path, fitting: list[str], asked: list[str], plugins: Mapping[str, str]) -> CheckpointError:
     """Return the error for a file that no reader knows, or several do; it names the plugin that is missing."""
-    value = ", ".join(fitting) or (f"none of {', '.join(asked)}" if asked else "no reader at all")
+    value = ", ".join(fitting) or (f"one unknown to {' and '.join(asked)}" if asked else "no reader at all")
     kind = None if fitting else _kind(path)
     hint = None if kind is None or kind in asked else way_to(kind, plugins)
     if asked and not fitting and kind is None and path.stat().st_size < _LEAST_BYTES:

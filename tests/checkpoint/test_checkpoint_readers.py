@@ -104,7 +104,7 @@ def test_file_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     """The error names the readers that were asked, and no package: none would read the file."""
     path = tmp_path / "x.other"
     path.write_bytes(b"OTHER...")
-    with pytest.raises(q4.CheckpointError, match="none of fake") as caught:
+    with pytest.raises(q4.CheckpointError, match="got 'one unknown to fake'") as caught:
         open_checkpoint(path, readers=[FakeReader()])
     assert caught.value.hint is None
 

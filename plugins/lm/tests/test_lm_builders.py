@@ -178,6 +178,7 @@ def test_file_that_describes_no_model(tmp_path: Path) -> None:
         LanguageModel.open(path, CONFIG)
     assert caught.value.where == str(path)
     assert "GGUF" in str(caught.value.hint)
+    assert "config.json and tokenizer.json next to the weights" in str(caught.value.hint)
 
 
 def test_unknown_tensor(write_llama: Any) -> None:

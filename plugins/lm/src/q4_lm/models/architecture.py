@@ -59,7 +59,8 @@ def find_architecture(metadata: Metadata) -> Architecture:
     """
     if "general.architecture" not in metadata:
         what = "the checkpoint does not say which model its layers make up"
-        hint = "A GGUF file does, or a Hugging Face folder with config.json; `q4 inspect` shows the layers."
+        hint = "A GGUF file says it. For safetensors name the folder, with config.json and tokenizer.json next to the "
+        hint += "weights; transformers' save_pretrained(FOLDER) of model and tokenizer writes one."
         raise CheckpointError(what, where=metadata.where, hint=hint)
     name: str = metadata.text("general.architecture")
     known = architectures()

@@ -125,9 +125,8 @@ class CachedModel:
 
     def _restored(self, container: Container, use: Callable[[Any, dict[str, Any], memoryview], _T]) -> _T | None:
         facts, told = self._before or {}, container.header
-        stale = [name for name, value in facts.items() if told["facts"].get(name) != value]
-        if stale:
-            self._tell(container.path, f"is stale: its {' and '.join(stale)} changed")
+        if told["facts"] != facts:
+            self._tell(container.path, f"is stale: {_changes(told['facts'], facts)}")
             return None
         text = container.checked_bytes(told["text"])
         found = use(self.restore(told["model"], container, self.session), told["extra"], text)
@@ -185,6 +184,18 @@ def open_folder(folder: Path, session: q4.Session, cached: CachedModel | None) -
     if cached is not None and isinstance(model, (TransformerDecoder, TransformerEncoder)):
         cached.write(model, {"tokenizer": tokenizer.ends})
     return model, tokenizer
+
+
+def _changes(before: Any, now: Any) -> str:
+    """Return what is different: names with their values, or what is in one of two lists alone."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        return ", ".join(f"{name} {_changes(before.get(name), now.get(name))}" for name in names)
+    if isinstance(before, list) and isinstance(now, list):  # rows of files, whose first item is the path, or features
+        rows = [*(row for row in now if row not in before), *(row for row in before if row not in now)]
+        named = dict.fromkeys(str(row[0] if isinstance(row, list) and row else row) for row in rows)
+        return f"({', '.join(named)}) changed"
+    return f"changed from {before} to {now}"
 
 
 def _machine() -> list[str]:
