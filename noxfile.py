@@ -63,14 +63,14 @@ def pages(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["env"])
 @nox.parametrize("plugin", [nox.param(name, id=name) for name in judged(sys.argv)])
 def conformance(session: nox.Session, plugin: str) -> None:
-    """Judge a plugin and compare with its page in docs/certificates; ``-- NAME`` judges any that is installed."""
+    """Judge a plugin by a pairwise choice of cases and compare with its page; ``-- NAME`` for any that is installed."""
     run(session, "python", "-m", "tools.certificates", "judge", plugin)
 
 
 @nox.session(venv_backend="none", requires=["env"])
 def certificates(session: nox.Session) -> None:
-    """Keep the pages of what ``conformance`` judged last in docs/certificates; JSON stays in build."""
-    run(session, "python", "-m", "tools.certificates", "keep")
+    """Judge by every case and keep the pages in docs/certificates; ``-- NAME`` for one. JSON stays in build."""
+    run(session, "python", "-m", "tools.certificates", "keep", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env", "peerenv"])

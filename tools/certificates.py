@@ -1,4 +1,7 @@
-"""Certificates of this repository: ``python -m tools.certificates judge NAME`` makes one, ``keep`` stores the pages."""
+"""Certificates of this repository: ``python -m tools.certificates judge NAME`` compares one by a pairwise choice of cases.
+
+``keep [NAME …]`` judges by every case, and stores the pages.
+"""
 
 from __future__ import annotations
 
@@ -33,30 +36,31 @@ def judged(words: Sequence[str]) -> list[str]:
     return [*words[words.index("--") + 1 :]] if "--" in words else JUDGED
 
 
-def judge(name: str) -> int:
-    """Judge a plugin and compare with its page, where it has one; return the status of ``q4 conform``."""
+def judge(name: str, *further: str, is_compared: bool = True) -> int:
+    """Judge a plugin by further options, and compare with its page, if any; return the status of ``q4 conform``."""
     shutil.rmtree(report := ROOT / BUILT / name, ignore_errors=True)
-    options, variables = ["--report", str(report.relative_to(ROOT))], {}
+    options, variables = [*further, "--report", str(report.relative_to(ROOT))], {}
     if name in INTERPRETED:
         options += [word for case in FEW_CASES for word in ("--case", case)]
         variables["TRITON_INTERPRET"] = "1"
     if name.endswith(_PROGRAMS):
         options += ["--profile", "program"]
-    for page in sorted((ROOT / STORED / name).glob("*.md")):
+    for page in sorted((ROOT / STORED / name).glob("*.md")) if is_compared else ():
         options += ["--check", page.relative_to(ROOT).as_posix()]
     command = [sys.executable, "-m", "q4_cli", "conform", name.removesuffix(_PROGRAMS), *options]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False).returncode
 
 
-def keep() -> int:
-    """Store the pages of what was judged last; JSON stays in build."""
-    for page in sorted((ROOT / BUILT).glob("*/*.md")):
+def keep(names: Sequence[str]) -> int:
+    """Judge by every case, and store the page of each that does not fail; JSON stays in build."""
+    failed = [name for name in names if judge(name, is_compared=False)]
+    for page in (page for name in names if name not in failed for page in (ROOT / BUILT / name).glob("*.md")):
         folder = ROOT / STORED / page.parent.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         print(f"stored {Path(shutil.copy(page, folder)).relative_to(ROOT)}")
-    return 0
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    sys.exit(judge(sys.argv[2]) if sys.argv[1:2] == ["judge"] else keep())
+    sys.exit(judge(sys.argv[2], "--pairwise") if sys.argv[1:2] == ["judge"] else keep(sys.argv[2:] or JUDGED))

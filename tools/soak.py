@@ -9,12 +9,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS, environment, write
+from tools.certificates import JUDGED, judge
 
 __all__ = ["PARTS", "count_tests", "main"]
 
@@ -31,9 +33,10 @@ PARTS = {
     "emulated": ["plugins/nvfp4-native"],
     "interpreted": ["plugins/nf4-cuda", "plugins/nvfp4-native", "tests/repository/test_gpu_benchmark.py"],
     "models": ["plugins/transformers/tests/peers"],
+    "certificates": [],
 }
 """Part → the folders whose tests it runs; ``interpreted`` those under Triton's interpreter, ``models`` those beside
-transformers, the others the rest."""
+transformers, the others the rest. ``certificates`` judges by every case, and compares with the committed pages."""
 
 
 def count_tests(report: Path) -> dict[str, Any]:
@@ -48,8 +51,15 @@ def run_part(name: str) -> dict[str, Any]:
     """Run one part, and return its record.
 
     Raises:
-        SystemExit: A test failed.
+        SystemExit: A test failed, or a case ended otherwise than in a committed page.
     """
+    facts = {key: environment()[key] for key in ("commit", "date")}
+    if name == "certificates":
+        started = time.monotonic()
+        bad = [item for item in JUDGED if judge(item)]
+        if bad:
+            raise SystemExit(f"other outcomes than in the pages of {', '.join(bad)}")
+        return facts | {"seconds": round(time.monotonic() - started, 1), "judged": [*JUDGED]}
     report = ROOT / "build" / f"soak-{name}.xml"
     is_interpreted, is_peer = name == "interpreted", name == "models"
     chosen = f"soak and {'' if is_interpreted else 'not '}interpreted and not gpu and {'' if is_peer else 'not '}peer"
@@ -61,7 +71,7 @@ def run_part(name: str) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False)
     if done.returncode:
         raise SystemExit(done.returncode)
-    record = {key: environment()[key] for key in ("commit", "date")} | count_tests(report)
+    record = facts | count_tests(report)
     return record | ({"families": _families()} if is_peer else {})
 
 

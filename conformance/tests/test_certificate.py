@@ -203,7 +203,7 @@ def test_a_declared_format_that_a_dialect_was_not_judged_on_is_told() -> None:
     manifest = manifest_of(DialectSubject("simple-nf4"))
     assert manifest["formats"] == ["fp4", "nf4"]
     subject = {"name": "some", "profile": "dialect", "formats": ["nf4"], "device": "cpu"}
-    nothing: dict[str, Any] = {"results": [], "missing": [], "not_declared": [], "run": {"only": []}}
+    nothing: dict[str, Any] = {"results": [], "missing": [], "not_declared": [], "run": {"only": [], "left_out": 0}}
     told = not_tested({"subject": subject, "manifest": {"formats": ["fp4", "iq4_xs", "nf4"]}, **nothing}, 0)
     assert [(row["what"], row["why"]) for row in told] == [
         ("format fp4", "not asked for"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import documents
 import pytest
 
+from q4_conformance import CaseResult, Outcome, Report
 from q4_conformance.report.certificate import content_hash, to_text
 from q4_conformance.report.markdown import to_markdown
-from q4_conformance.report.verify import CertificateError, committed_hash, installed_source, read_certificate
+from q4_conformance.report.verify import CertificateError, installed_source, read_certificate, read_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,11 +68,34 @@ def test_a_page_tells_the_hash_of_the_verdicts(tmp_path: Path) -> None:
     page = tmp_path / "certificate.md"
     made = documents.document()
     page.write_text(to_markdown(made), encoding="utf-8")
-    assert committed_hash(page) == made["verdict_hash"]
+    assert read_page(page).verdict_hash == made["verdict_hash"]
+    assert read_page(page).agrees(made)
+    assert not read_page(page).agrees(documents.document(documents.bad()))
     page.write_text("# Nothing\n", encoding="utf-8")
     with pytest.raises(CertificateError) as caught:
-        committed_hash(page)
+        read_page(page)
     assert caught.value.name == "page"
+
+
+def test_a_pairwise_choice_is_compared_by_its_counts(tmp_path: Path) -> None:
+    """It agrees where all of it and of the page passed and together they are as many; one failure is none."""
+    page = tmp_path / "certificate.md"
+    made = documents.run()
+    due = [result for result in made.report.results if result.outcome is Outcome.PASS]
+    page.write_text(to_markdown(documents.document(report=_report(due))), encoding="utf-8")
+    chosen, left = due[::3], len(due) - len(due[::3])
+    assert read_page(page).agrees(documents.document(report=_report(chosen), left_out=left))
+    assert not read_page(page).agrees(documents.document(report=_report(chosen), left_out=left - 1))
+    failed = [attrs.evolve(chosen[0], outcome=Outcome.FAIL), *chosen[1:]]
+    assert not read_page(page).agrees(documents.document(report=_report(failed), left_out=left))
+    page.write_text(
+        to_markdown(documents.document(report=_report([*failed, *due[1::3], *due[2::3]]))), encoding="utf-8"
+    )
+    assert not read_page(page).agrees(documents.document(report=_report(chosen), left_out=left))
+
+
+def _report(results: list[CaseResult]) -> Report:
+    return Report(subject="made-up", expected=[result.case for result in results], results=results)
 
 
 @pytest.mark.parametrize("package", ["this.x", ".x", "os.path"])

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
+import attrs
 import pytest
 import torch
 
 import q4core
-from q4_conformance import Outcome, Query, check_core, check_linear, device_cases, run_case, run_cases, run_target
+from q4_conformance import Case, Outcome, Query, check_core, check_linear, device_cases, run_case, run_cases, run_target
 from q4_conformance.contract.cases import cases_of, select_cases
+from q4_conformance.contract.pairwise import pairwise
 from q4_conformance.execution.process import Limits
 from q4_conformance.measurement.recording import recorded
 from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.backend import BackendSubject
+from q4_conformance.subjects.manifest import split
 from q4_conformance.subjects.profiles import find_target, subject_for
 from q4_conformance_faults import DEVICE_FAULTS, FAULTS, FUNCTION_FAULTS, Fault, ToyKernel, function_of
 from q4_conformance_faults.boundary import Differentiates
 from q4_conformance_faults.devices import ToyQuantiser
+from q4core import BUILTIN_FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,6 +142,35 @@ def test_every_run_sees_each_way_to_notice_dense_weights() -> None:
     kinds = {fault.name: fault.says.rpartition(": ")[2] for fault in FAULTS if fault.caught_by == "EX-14/kind"}
     assert kinds.keys() >= IN_SOAK
     assert {kinds[name] for name in kinds.keys() - IN_SOAK} == set(kinds.values())
+
+
+@functools.cache
+def _choice(capabilities: q4core.Capabilities) -> tuple[Case, ...]:
+    """Return the pairwise choice of what a backend declares, as ``nox -s conformance`` judges it."""
+    subject = BackendSubject(ToyKernel("chooses", **attrs.asdict(capabilities, recurse=False)))
+    return pairwise(split(cases_of(BUILTIN_FORMATS, "cpu"), subject)[0])
+
+
+def _alikeness(case: Case, fault: Fault) -> int:
+    words = {*fault.caught_by.split("/"), fault.format}
+    return -len(words & {*case.id.split("/"), case.weight_recipe.format.name})
+
+
+@pytest.mark.slow
+def test_the_pairwise_choice_finds_every_fault() -> None:
+    """Where the case meant for a fault is left out, a chosen case of its part fails for it."""
+    missed = []
+    for fault in (*FAULTS, *DEVICE_FAULTS):
+        subject = BackendSubject(fault.make(fault.name))
+        chosen = _choice(subject.backend.capabilities)
+        part = "/".join(fault.caught_by.split("/")[:2])
+        alike = sorted((case for case in chosen if case.id.startswith(part)), key=lambda case: _alikeness(case, fault))
+        of_format = [case for case in alike if case.weight_recipe.format.name == fault.format]
+        if any(case.id.startswith(fault.caught_by) for case in of_format):
+            continue  # and the tests above show that it is caught there
+        if not any(run_case(case, subject).outcome is fault.ends for case in alike):
+            missed.append(fault.name)
+    assert missed == []
 
 
 def test_there_are_faults_enough() -> None:

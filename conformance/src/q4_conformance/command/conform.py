@@ -20,7 +20,7 @@ from q4_conformance.report.certificate import make_certificate
 from q4_conformance.report.files import write_files
 from q4_conformance.report.status import counted, line_of, title_of
 from q4_conformance.report.terminal import STYLES, console_of, show_check, show_run
-from q4_conformance.report.verify import committed_hash, installed_source, read_certificate
+from q4_conformance.report.verify import installed_source, read_certificate, read_page
 from q4_conformance.subjects.profiles import PROFILES
 from q4core import ConfigError
 
@@ -33,8 +33,8 @@ _WHAT = "q4 conform"
 _MOST_SECONDS = 86_400.0
 _EPILOG = (
     "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate. "
-    "--check exits with 1 where a case ended otherwise. A run of all cases makes a certificate; --case "
-    "and --format make a report."
+    "--check exits with 1 where a case ended otherwise. A run of all cases makes a certificate; --case, "
+    "--format and --pairwise make a report."
 )
 
 
@@ -56,6 +56,10 @@ def conform(  # noqa: PLR0913  # one argument per option
         list[str] | None,
         typer.Option("--case", metavar="ID", help="Only cases whose ids begin so, such as TC-09/bias (repeatable)."),
     ] = None,
+    is_pairwise: Annotated[
+        bool,
+        typer.Option("--pairwise", help="Only enough cases to have every pair of dtype, precision, scales and so on."),
+    ] = False,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:<index>.")] = "cpu",
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write JSON and Markdown there.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes at once; 2 where there are two cores.")] = None,
@@ -90,6 +94,7 @@ def conform(  # noqa: PLR0913  # one argument per option
             formats=tuple(formats or ()),
             device=device,
             only=tuple(cases or ()),
+            is_pairwise=is_pairwise,
             jobs=jobs,
             limits=Limits(case_seconds=limit),
         )
@@ -97,7 +102,7 @@ def conform(  # noqa: PLR0913  # one argument per option
 
 
 def _judge(query: Query, folder: Path | None, page: Path | None, *, as_json: bool) -> None:
-    due = None if page is None else committed_hash(page)
+    committed = None if page is None else read_page(page)
     if folder is not None:
         _require_folder(folder)
     with _progress(query.name) as (announce, watch):
@@ -109,7 +114,7 @@ def _judge(query: Query, folder: Path | None, page: Path | None, *, as_json: boo
         typer.echo(json.dumps({"certificate": document, "files": [str(path) for path in files]}, indent=2))
     else:
         show_run(document, run, files)
-    is_same = due in {None, document["verdict_hash"]}
+    is_same = committed is None or committed.agrees(document)
     if page is not None and not as_json:
         show_check(page, next((path for path in files if path.suffix == ".md"), None), is_same=is_same)
     if document["standing"] == "failed" or not is_same:

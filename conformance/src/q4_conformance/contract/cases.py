@@ -48,7 +48,7 @@ def _kinds(kind: Format) -> list[ScaleKind]:
     return sorted(kind.scale_kinds, key=lambda item: item.value)
 
 
-def _base(kind: Format) -> WeightRecipe:
+def base_recipe(kind: Format) -> WeightRecipe:
     """Return the weight that a format is most often met as."""
     usual = next((item for item in _USUAL_KINDS if item in kind.scale_kinds), _kinds(kind)[0])
     return WeightRecipe(format=kind, scale_kind=usual, k=max(256, 2 * kind.block_size))
@@ -62,7 +62,7 @@ def _packings(kind: Format) -> list[Packing]:
 
 def weight_recipes(kind: Format) -> list[WeightRecipe]:
     """Return the weights that a format is judged on: every scale kind, packing, block size and feature of it."""
-    base = _base(kind)
+    base = base_recipe(kind)
     recipes = [attrs.evolve(base, scale_kind=item) for item in _kinds(kind)]
     if ScaleKind.PLAIN in kind.scale_kinds:
         plain = attrs.evolve(base, scale_kind=ScaleKind.PLAIN)
@@ -106,7 +106,7 @@ def _features(kind: Format) -> Iterator[frozenset[Feature]]:
 
 def _awkward(kind: Format) -> Iterator[WeightRecipe]:
     """Yield weights of odd sizes and places."""
-    base, block = _base(kind), kind.block_size
+    base, block = base_recipe(kind), kind.block_size
     for n in (1, 3, 17, 33):
         yield attrs.evolve(base, n=n)
     for blocks in (1, 3, 7):
@@ -152,7 +152,7 @@ def linear_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tu
 
 
 def _linear_cases(kind: Format) -> Iterator[Case]:
-    base = _base(kind)
+    base = base_recipe(kind)
     text = "every element of every draw lies within the float32 bound"
     for recipe in weight_recipes(kind):
         yield from _in_each_dtype(Case("TC-09", "values", text, "values", recipe=recipe))
@@ -257,7 +257,7 @@ def backend_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> t
 
 
 def _backend_cases(kind: Format) -> Iterator[Case]:
-    base, of_backend = _base(kind), functools.partial(Case, profile="backend")
+    base, of_backend = base_recipe(kind), functools.partial(Case, profile="backend")
     for contract, part, name, text in (
         ("TC-04", "override", "override", "the backend asked for serves each legal compute path, and is recorded"),
         ("TC-05", "unavailable", "unavailable", "KERNEL_ONLY is an error with reasons, KERNEL_OR_FALLBACK falls back"),
@@ -324,7 +324,7 @@ def device_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tu
 
 
 def _device_cases(kind: Format) -> Iterator[Case]:
-    base, of_backend = _base(kind), functools.partial(Case, profile="backend")
+    base, of_backend = base_recipe(kind), functools.partial(Case, profile="backend")
     text = "the native quantiser gives the reference's bytes"
     yield of_backend("TC-14", "quantiser", text, "native_quantiser", recipe=base)
     wide = attrs.evolve(base, n=136, k=max(512, 4 * kind.block_size))
@@ -358,7 +358,7 @@ def program_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> t
         ("forked", "a process forked after a run gets the bits of its parent"),
     ):
         cases += [
-            of_program(part, text, f"program_{part}", recipe=_base(find_format(item)), rows=(1, 5, 17))
+            of_program(part, text, f"program_{part}", recipe=base_recipe(find_format(item)), rows=(1, 5, 17))
             for item in formats
         ]
     return tuple(cases)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from q4_conformance.contract.case import part_order
 from q4_conformance.contract.cases import select_cases
+from q4_conformance.contract.pairwise import pairwise
 from q4_conformance.execution.process import Child, Ended
 from q4_conformance.execution.query import Query, Run
 from q4_conformance.execution.run import Judging
@@ -118,7 +119,8 @@ def run_target(  # the facts of one run
         except Ended as ended:
             runner.fault = ended
     try:
-        target, cases, undeclared = _split(runner)
+        target, due, undeclared = _split(runner)
+        cases = pairwise(due) if query.is_pairwise else due
         if announce is not None:
             announce(len(cases))
         _run_groups(runner, list(_groups(cases)), child)
@@ -133,6 +135,7 @@ def run_target(  # the facts of one run
         report=Report(subject=query.name, expected=expected, results=ordered, undeclared=undeclared),
         facts=runner.facts,
         manifest=runner.manifest,
+        left_out=len(due) - len(cases),
         seconds=time.monotonic() - started,
     )
 

@@ -28,6 +28,7 @@ class Query:
         formats: Formats to judge it on; all that it declares unless told.
         device: Where to compute.
         only: Texts with which the ids to run start; none runs all.
+        is_pairwise: Whether to run the pairwise choice of the cases instead of all.
         jobs: Processes at once; as many as there are cores, and two at most, unless told.
         limits: What one process may take.
         budget_seconds: After which the run ends, within a case as well; the report then says that results are missing.
@@ -38,6 +39,7 @@ class Query:
     formats: tuple[str, ...] = ()
     device: str = "cpu"
     only: tuple[str, ...] = ()
+    is_pairwise: bool = False
     jobs: int | None = None
     limits: Limits = attrs.field(factory=Limits)
     budget_seconds: float = math.inf
@@ -69,6 +71,7 @@ class Query:
         words = self.words()
         words += [word for item in self.formats for word in ("--format", item)]
         words += [word for item in self.only for word in ("--case", item)]
+        words += ["--pairwise"] if self.is_pairwise else []
         return words if self.jobs is None else [*words, "--jobs", str(self.jobs)]
 
 
@@ -82,6 +85,7 @@ class Run:
         report: The results.
         facts: What the first process told of the machine and of who was judged.
         manifest: What is declared.
+        left_out: How many cases the pairwise choice left out.
         seconds: How long it took.
     """
 
@@ -90,4 +94,5 @@ class Run:
     report: Report
     facts: Mapping[str, Any]
     manifest: Mapping[str, Any]
+    left_out: int = 0
     seconds: float = 0.0

@@ -97,7 +97,9 @@ def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
     if document["run"]["only"]:
         text = f"cases whose ids do not begin with {', '.join(document['run']['only'])}"
         left = due - len(results) - len(document["missing"]) - undeclared_cases(document)
-        rows.append(_row(text, "not asked for", left))
+        rows.append(_row(text, "not asked for", left - document["run"]["left_out"]))
+    if document["run"]["left_out"]:
+        rows.append(_row("further pairs of values", "left out by the pairwise choice", document["run"]["left_out"]))
     rows += [_row(row["what"], _NOT_DECLARED, row["cases"]) for row in document["not_declared"]]
     rows += _silent(results)
     if document["missing"]:
@@ -189,7 +191,8 @@ def make_certificate(run: Run, command: Sequence[str]) -> dict[str, Any]:
             "run": {
                 "command": list(command),
                 "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TOLD)},
-                "partial": run.query.is_partial,
+                "partial": run.query.is_partial or run.left_out > 0,
+                "left_out": run.left_out,
                 "only": list(run.query.only),
                 "processes": run.query.processes,
                 "case_seconds": run.query.limits.case_seconds,

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from q4_conformance.execution.environment import source_of
 from q4_conformance.report.certificate import SCHEMA, SCHEMA_VERSION, content_hash, verdict_hash
 from q4core import CheckpointError, Q4Error
@@ -15,6 +17,7 @@ from q4core.plugin_api import open_regular
 _MOST_BYTES = 32 << 20
 """A hundred times what a long run writes."""
 _HASH = re.compile(r"^\| Hash of the verdicts \| (sha256:[0-9a-f]{64}) \|$", re.MULTILINE)
+_COUNTS = re.compile(r"^\| cases \| passed \|.*\n\|[-|]+\n\| (\d+) \| (\d+) \|", re.MULTILINE)
 
 
 class CertificateError(Q4Error, ValueError):
@@ -48,13 +51,36 @@ def read_certificate(path: str | Path) -> dict[str, Any]:
     return document
 
 
-def committed_hash(path: str | Path) -> str:
-    """Return the hash of the verdicts that a page of Markdown tells; ``CertificateError`` where it tells none."""
-    found = _HASH.search(_text(path))
-    if found is None:
+@attrs.frozen
+class Page:
+    """What a committed page of Markdown says: the hash of the verdicts, how many cases ran, and how many passed."""
+
+    verdict_hash: str
+    cases: int
+    passed: int
+
+    def agrees(self, document: dict[str, Any]) -> bool:
+        """Return whether each case of a document ended as it did for the page.
+
+        A pairwise choice has another hash. Where every case of the page passed, those of the choice must have passed,
+        and they and the cases that were left out must be as many.
+        """
+        left_out = document["run"]["left_out"]
+        if not left_out:
+            return bool(document["verdict_hash"] == self.verdict_hash)
+        counts = document["counts"]
+        everything: bool = self.cases == self.passed == counts["cases"] + left_out
+        return everything and bool(counts["pass"] == counts["cases"])
+
+
+def read_page(path: str | Path) -> Page:
+    """Return what a page of Markdown says; ``CertificateError`` where it has no hash of the verdicts or no counts."""
+    text = _text(path)
+    found, counts = _HASH.search(text), _COUNTS.search(text)
+    if found is None or counts is None:
         hint = "Name a certificate.md or report.md that `q4 conform NAME --report DIR` wrote."
         raise _refusal(path, "page", "one that tells the hash of the verdicts", "none", hint)
-    return found[1]
+    return Page(found[1], int(counts[1]), int(counts[2]))
 
 
 def _refusal(path: str | Path, name: str, rule: str, value: object, hint: str) -> CertificateError:
