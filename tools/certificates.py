@@ -1,4 +1,4 @@
-"""Certificates of this repository: ``python -m tools.certificates judge NAME`` compares one by a pairwise choice of cases.
+"""Certificates of this repository: ``python -m tools.certificates judge NAME`` compares a choice with its page.
 
 ``keep [NAME …]`` judges by every case, and stores the pages.
 """

@@ -11,13 +11,13 @@ from q4_conformance.execution.isolated import run_target
 from q4_conformance.execution.query import Query
 from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.backend import BackendSubject
-from q4_conformance.subjects.manifest import narrowed
 from q4_conformance.subjects.profiles import (
     PROFILES,
     ConformanceTarget,
     UnknownTargetError,
     cases_for,
     find_target,
+    narrowed,
     subject_for,
 )
 from q4_conformance.subjects.reference import MissingReferenceError

@@ -77,21 +77,25 @@ def test_a_page_tells_the_hash_of_the_verdicts(tmp_path: Path) -> None:
     assert caught.value.name == "page"
 
 
-def test_a_pairwise_choice_is_compared_by_its_counts(tmp_path: Path) -> None:
-    """It agrees where all of it and of the page passed and together they are as many; one failure is none."""
+def test_a_pairwise_choice_is_compared_cell_by_cell(tmp_path: Path) -> None:
+    """It agrees where its cases end as all of their cells on the page did, and with those left out are as many."""
     page = tmp_path / "certificate.md"
-    made = documents.run()
-    due = [result for result in made.report.results if result.outcome is Outcome.PASS]
+    due = [result for result in documents.run().report.results if result.outcome is Outcome.PASS]
     page.write_text(to_markdown(documents.document(report=_report(due))), encoding="utf-8")
     chosen, left = due[::3], len(due) - len(due[::3])
-    assert read_page(page).agrees(documents.document(report=_report(chosen), left_out=left))
-    assert not read_page(page).agrees(documents.document(report=_report(chosen), left_out=left - 1))
-    failed = [attrs.evolve(chosen[0], outcome=Outcome.FAIL), *chosen[1:]]
-    assert not read_page(page).agrees(documents.document(report=_report(failed), left_out=left))
-    page.write_text(
-        to_markdown(documents.document(report=_report([*failed, *due[1::3], *due[2::3]]))), encoding="utf-8"
-    )
-    assert not read_page(page).agrees(documents.document(report=_report(chosen), left_out=left))
+
+    def agrees(results: list[CaseResult], left_out: int = left) -> bool:
+        return read_page(page).agrees(documents.document(report=_report(results), left_out=left_out))
+
+    assert agrees(chosen)
+    assert not agrees(chosen, left - 1)
+    for outcome in set(Outcome) - {Outcome.PASS}:
+        assert not agrees([attrs.evolve(chosen[0], outcome=outcome), *chosen[1:]])
+    mixed = [attrs.evolve(chosen[0], outcome=Outcome.NOT_DECLARED), *(item for item in due if item is not chosen[0])]
+    page.write_text(to_markdown(documents.document(report=_report(mixed))), encoding="utf-8")
+    assert agrees(chosen)
+    assert agrees([mixed[0], *chosen[1:]])
+    assert not agrees([attrs.evolve(chosen[0], outcome=Outcome.FAIL), *chosen[1:]])
 
 
 def _report(results: list[CaseResult]) -> Report:

@@ -13,8 +13,8 @@ from q4_conformance.checks.endurance import Growth
 from q4_conformance.checks.layer import expect_same_weight
 from q4_conformance.checks.values import draw, expect_same_bits, judge_call, judged_calls, make_bias
 from q4_conformance.contract.case import check, expect, raised
-from q4_conformance.execution.remote_call import call_elsewhere
 from q4_conformance.oracle.exact import as_given
+from q4_conformance.subjects.remote_call import call_elsewhere
 from q4_conformance.subjects.temporary_plugin import lent
 from q4core import ActivationPrecision, BackendUnavailableError, LifecycleError
 

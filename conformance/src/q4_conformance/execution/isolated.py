@@ -18,8 +18,8 @@ from q4_conformance.execution.process import Child, Ended
 from q4_conformance.execution.query import Query, Run
 from q4_conformance.execution.run import Judging
 from q4_conformance.outcome import CaseResult, Report, grouped
-from q4_conformance.subjects.manifest import declared_in, narrowed
-from q4_conformance.subjects.profiles import PROFILES, ConformanceTarget, cases_for
+from q4_conformance.subjects.manifest import declared_in
+from q4_conformance.subjects.profiles import PROFILES, ConformanceTarget, cases_for, narrowed
 from q4core import BUILTIN_FORMATS, ConfigError
 from q4core.plugin_api import closest_name
 

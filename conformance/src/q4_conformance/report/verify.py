@@ -11,13 +11,16 @@ import attrs
 
 from q4_conformance.execution.environment import source_of
 from q4_conformance.report.certificate import SCHEMA, SCHEMA_VERSION, content_hash, verdict_hash
+from q4_conformance.report.tally import SIGNS, format_of, part_of
 from q4core import CheckpointError, Q4Error
 from q4core.plugin_api import open_regular
 
 _MOST_BYTES = 32 << 20
 """A hundred times what a long run writes."""
 _HASH = re.compile(r"^\| Hash of the verdicts \| (sha256:[0-9a-f]{64}) \|$", re.MULTILINE)
-_COUNTS = re.compile(r"^\| cases \| passed \|.*\n\|[-|]+\n\| (\d+) \| (\d+) \|", re.MULTILINE)
+_COUNTS = re.compile(r"^\| cases \| passed \|.*\n\|[-|]+\n\| (\d+) \|", re.MULTILINE)
+_FORMATS = re.compile(r"^\| case \| what must hold \| (.+) \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| (?:TC|EX)-\d\d/\S+ \|.*\|$", re.MULTILINE)
 
 
 class CertificateError(Q4Error, ValueError):
@@ -53,34 +56,48 @@ def read_certificate(path: str | Path) -> dict[str, Any]:
 
 @attrs.frozen
 class Page:
-    """What a committed page of Markdown says: the hash of the verdicts, how many cases ran, and how many passed."""
+    """What a committed page of Markdown says.
+
+    Args:
+        verdict_hash: The hash of the verdicts.
+        cases: How many cases ran.
+        cells: (part, format) → how its cases ended: a sign and their number, such as ``"✓ 3"`` or ``"✓ 2/3"``.
+    """
 
     verdict_hash: str
     cases: int
-    passed: int
+    cells: dict[tuple[str, str], str]
 
     def agrees(self, document: dict[str, Any]) -> bool:
         """Return whether each case of a document ended as it did for the page.
 
-        A pairwise choice has another hash. Where every case of the page passed, those of the choice must have passed,
-        and they and the cases that were left out must be as many.
+        A pairwise choice has another hash. Its cases must end as all of their cell did; where those of a cell ended in
+        several ways, they must have passed or not be declared. With the cases that were left out they are as many.
         """
         left_out = document["run"]["left_out"]
         if not left_out:
             return bool(document["verdict_hash"] == self.verdict_hash)
-        counts = document["counts"]
-        everything: bool = self.cases == self.passed == counts["cases"] + left_out
-        return everything and bool(counts["pass"] == counts["cases"])
+        is_whole: bool = self.cases == document["counts"]["cases"] + left_out
+        return is_whole and all(map(self._has, document["results"]))
+
+    def _has(self, result: dict[str, Any]) -> bool:
+        sign, _, number = self.cells.get((part_of(result["case"]), format_of(result["case"])), "").partition(" ")
+        if "/" in number:
+            return bool(sign) and result["outcome"] in {"pass", "not_declared"}
+        return bool(SIGNS[result["outcome"]] == sign)
 
 
 def read_page(path: str | Path) -> Page:
     """Return what a page of Markdown says; ``CertificateError`` where it has no hash of the verdicts or no counts."""
     text = _text(path)
-    found, counts = _HASH.search(text), _COUNTS.search(text)
-    if found is None or counts is None:
+    found, counts, head = _HASH.search(text), _COUNTS.search(text), _FORMATS.search(text)
+    if found is None or counts is None or head is None:
         hint = "Name a certificate.md or report.md that `q4 conform NAME --report DIR` wrote."
         raise _refusal(path, "page", "one that tells the hash of the verdicts", "none", hint)
-    return Page(found[1], int(counts[1]), int(counts[2]))
+    formats = head[1].split(" | ")
+    rows = [row.strip("|").split("|") for row in _ROW.findall(text)]
+    cells = {(row[0].strip(), name): cell.strip() for row in rows for name, cell in zip(formats, row[2:], strict=False)}
+    return Page(found[1], int(counts[1]), cells)
 
 
 def _refusal(path: str | Path, name: str, rule: str, value: object, hint: str) -> CertificateError:

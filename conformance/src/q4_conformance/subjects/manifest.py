@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from q4_conformance.contract.case import Case
     from q4_conformance.oracle.weights import WeightRecipe
-    from q4_conformance.subjects.profiles import ConformanceTarget
     from q4core import Capabilities, PackedWeight
 
 _QUANTISERS = {"native_quantiser", "quantise_calls", "ste_native", "stochastic"}
@@ -92,14 +91,3 @@ def declared_in(manifest: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the formats that a manifest declares, of a backend or of a dialect; None where it tells none."""
     told = manifest.get("formats") or manifest.get("capabilities", {}).get("formats")
     return None if told is None else tuple(sorted({item for item in told if isinstance(item, str)}))
-
-
-def narrowed(target: ConformanceTarget, manifest: Mapping[str, Any]) -> ConformanceTarget:
-    """Return a target on the formats that it turned out to declare once ``module:function`` had made it.
-
-    Where it could not be made it stays as it is: every case then says why.
-    """
-    declared = declared_in(manifest)
-    if ":" not in target.name or not declared:
-        return target
-    return attrs.evolve(target, formats=[item for item in target.formats if item in with_cases(declared)])

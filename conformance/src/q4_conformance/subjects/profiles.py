@@ -14,14 +14,14 @@ from q4_conformance.outcome import FailureError, as_tuple
 from q4_conformance.subjects.backend import BackendSubject, plugin_of
 from q4_conformance.subjects.dialect import DialectSubject
 from q4_conformance.subjects.layer_type import LayerSubject
-from q4_conformance.subjects.manifest import with_cases
+from q4_conformance.subjects.manifest import declared_in, with_cases
 from q4_conformance.subjects.memory import MemorySubject
 from q4_conformance.subjects.temporary_plugin import make
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, Registry, default_registry, dialects
 from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from q4_conformance.contract.case import Case
     from q4core import Backend, PluginRecord
@@ -215,6 +215,17 @@ def formats_of(name: str) -> tuple[str, ...]:
 def _dialect_formats(name: str) -> tuple[str, ...]:
     """Return the formats that a dialect declares; every one where it is not there to be asked."""
     return with_cases(next((item.formats for item in dialects() if item.name == name), {EVERY_FORMAT}))
+
+
+def narrowed(target: ConformanceTarget, manifest: Mapping[str, Any]) -> ConformanceTarget:
+    """Return a target on the formats that it turned out to declare once ``module:function`` had made it.
+
+    Where it could not be made it stays as it is: every case then says why.
+    """
+    declared = declared_in(manifest)
+    if ":" not in target.name or not declared:
+        return target
+    return attrs.evolve(target, formats=[item for item in target.formats if item in with_cases(declared)])
 
 
 def cases_for(target: ConformanceTarget) -> tuple[Case, ...]:

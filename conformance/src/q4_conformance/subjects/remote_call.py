@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 120
 _START = (
-    "import gc; gc.disable(); from q4_conformance.execution.remote_call import serve; gc.freeze(); gc.enable(); serve()"
+    "import gc; gc.disable(); from q4_conformance.subjects.remote_call import serve; gc.freeze(); gc.enable(); serve()"
 )
 """What torch is made of is looked through for garbage neither while it is loaded nor later."""
 
