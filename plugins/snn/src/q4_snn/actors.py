@@ -165,13 +165,13 @@ class ActorNetwork:
     """A network whose populations are advanced by actors; it gives what ``network(x)`` gives.
 
     A population's state and what it gave last are one shared tensor, and one update of it is one step. So the result
-    does not depend on how many actors there are, who is late, or who is killed and restarted. Packed synapses are
-    shared; neurons, and synapses that are not packed, are copied. ``system.checkpoint`` between two runs holds
-    everything; with ``ActorSystem(resume=…)`` a network of equal neurons and weights goes on from there.
+    does not depend on how many actors there are, who is late, or who is killed and restarted. Packed layers of
+    projections are shared; neurons, and synapses that are not packed, are copied. ``system.checkpoint`` between two
+    runs holds everything; with ``ActorSystem(resume=…)`` a network of equal neurons and weights goes on from there.
 
     Args:
-        network: Whose projections are all ``Projection`` or ``SparseProjection``; it is not changed, and later changes
-            of it don't count.
+        network: It is not changed, and later changes of it don't count. Its projections may be of any class with what
+            ``Synapses`` names.
         system: Runs the actors and holds the tensors, named as the populations.
         batch: B of what it will be given.
         actors: How many, at most one for each population with neurons.
@@ -180,8 +180,9 @@ class ActorNetwork:
             written from the side on which the network lies.
 
     Raises:
-        ConfigError: An argument or a projection is not legal, a population's name is taken in the system, or its
-            checkpoint has steps of these populations that are not of one run.
+        ConfigError: An argument is not legal, what is on its way in a projection has another dtype than the state, a
+            population's name is taken in the system, or its checkpoint has steps of these populations that are not of
+            one run.
         InputError: The checkpoint is of other neurons or weights, or of another batch.
         UnifiedMemoryError: Required, and impossible.
     """
@@ -248,12 +249,12 @@ class ActorNetwork:
 
     def _share_layer(self, layer: Q4Linear) -> tuple[SharedWeight, SessionConfig]:
         """Return a packed layer's weight for all actors, and the session that asks for what the layer was asked for."""
-        served = layer.diagnostics()
+        record = layer.diagnostics()
         config = SessionConfig(
-            device=str(served.device),
-            backend=served.override,
-            compute_path=served.compute_path,
-            activation_precision=served.request.precision,
+            device=str(record.device),
+            backend=record.override,
+            compute_path=record.compute_path,
+            activation_precision=record.request.precision,
         )
         return self._system.share(layer), config
 
@@ -268,7 +269,7 @@ class ActorNetwork:
         """Run over time, from where the last call ended. Calls of several threads run one after the other.
 
         Args:
-            x: As ``Network`` takes it, with the batch told.
+            x: As ``Network`` takes it, with the batch of ``batch``.
             record: As ``Network`` takes it.
 
         Returns:
@@ -276,7 +277,7 @@ class ActorNetwork:
 
         Raises:
             InputError: x does not fit the inputs, or ``record`` names what is not there.
-            ActorDeadError: An actor failed more often than its system allows: its error is told. It may be a
+            ActorDeadError: An actor failed more often than its system allows; the message has its error. It may be a
                 ``NonFiniteStateError`` of a population, whose state is then that of the step before.
         """
         sequences, places = self._network.check_run(x, record)
@@ -302,7 +303,7 @@ class ActorNetwork:
         return {name: torch.stack(steps) for name, steps in found.items()}
 
     def _step(self, step: int, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Let everybody do a step: inputs come when all have done the last one, so nobody is two steps ahead."""
+        """Run one step of all: inputs come when all have done the last one, so nobody is two steps ahead."""
         for name, value in inputs.items():
             if self._tensors[name].version < step:
                 with self._tensors[name].write(wait=True, device=self._side) as state:

@@ -57,7 +57,7 @@ def read_nir(path: str | os.PathLike[str], **options: Any) -> Network:
     """
     nir = _nir()
     try:
-        graph = nir.read(path, type_check=False)  # it refuses one number for all neurons; from_nir checks sizes
+        graph = nir.read(path, type_check=False)  # it rejects one number for all neurons; from_nir checks sizes
     except PLUGIN_FAULTS as error:  # HDF5's and NIR's, of any file
         raise NirError(f"no file of NIR: {describe_exception(error)}", where=str(path)) from error
     return from_nir(graph, **options)

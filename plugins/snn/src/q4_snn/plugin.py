@@ -1,4 +1,4 @@
-"""What q4core finds here: the neurons as layer types, so that ``q4_nn.make("lif", …)`` makes them."""
+"""The neurons as layer types, so that ``q4_nn.make("lif", …)`` makes them."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class SpikeRecord(Record):
     Args:
         layer: Its name.
         backend: Who runs them.
-        reason: Why none is sparse; None where the backend's sparse product serves.
+        reason: Why none is sparse; None where the backend's sparse product is used.
         sparse: Calls of the sparse product.
         dense: Calls of the dense one.
     """
@@ -226,7 +226,7 @@ class SpikeProduct:
 
 
 def _is_binary(x: torch.Tensor, count: int) -> bool:
-    """Return whether an x of so many numbers beside 0 is of 0 and 1, by its bits: no temporary of its size is made."""
+    """Return whether an x with so many numbers other than 0 is of 0 and 1, by its bits and without a copy."""
     bits = x.view(torch.int32)
     low, high = torch.aminmax(bits)
     return int(low) >= 0 and int(high) <= _ONE and int(bits.sum()) == count * _ONE

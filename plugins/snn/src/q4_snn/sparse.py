@@ -1,7 +1,7 @@
 """``SparseProjection``: the synapses that exist, each with a weight of four bits and a delay of its own.
 
-Synapses stand by source, so that a spike reads those of its source alone. A synapse takes 2 bytes for its target (4
-where there are more than 65,536), half a byte for its weight's code, 1 for its delay, and an eighth for scale and
+Synapses are sorted by source, so that a spike reads those of its source alone. A synapse takes 2 bytes for its target
+(4 where there are more than 65,536), half a byte for its weight's code, 1 for its delay, and an eighth for scale and
 offset, which 32 synapses share.
 """
 
@@ -28,8 +28,8 @@ _MOST_DELAY = 255
 class SparseProjection(nn.Module):
     """Synapses between two populations, delivered by events to a ring of the input of coming steps.
 
-    Given the populations, it is a projection of a ``Network``, which keeps a ring for each sample in its state. Given
-    their sizes, it is used by itself: ``deliver`` and ``advance`` keep a ring here, for one thread. It does not train.
+    Given the populations, it is a projection of a ``Network``, which has a ring for each sample in its state. Given
+    their sizes, it is used by itself: ``deliver`` and ``advance`` have a ring here, for one thread. It does not train.
 
     Weights become codes of Q4_1 (16 levels between the least and the largest of each 32 synapses of neighbouring
     sources), so that their mean and their spread stay what they were to a small part of a level.
@@ -41,7 +41,7 @@ class SparseProjection(nn.Module):
         delay: int64 [S], in steps, from 1 to 255.
         sources: The source population, or how many sources there are.
         targets: The target population, or how many targets there are.
-        name: ``source->target`` unless told, as of ``Projection``.
+        name: Defaults to ``source->target``, as of ``Projection``.
 
     Raises:
         ConfigError: The source is a population of other numbers than spikes, or a size or the name is not legal.
@@ -126,9 +126,9 @@ class SparseProjection(nn.Module):
 
     @property
     def bytes_per_synapse(self) -> float:
-        """Bytes of all that is kept of the synapses, the ring of coming input apart, for each of them."""
-        kept = (self.starts, self.index, self.codes, self.scale, self.offset, self.steps)
-        return sum(item.nbytes for item in kept) / self.synapses
+        """Bytes of all that is stored of the synapses, the ring of coming input apart, for each of them."""
+        stored = (self.starts, self.index, self.codes, self.scale, self.offset, self.steps)
+        return sum(item.nbytes for item in stored) / self.synapses
 
     def synapses_of(self, spiking: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return target (int64), weight (float32) and delay (int64) of all synapses of some sources, in their order."""
@@ -180,7 +180,7 @@ class SparseProjection(nn.Module):
         return self.ring.new_zeros(len(self.ring), batch, self.target_size)
 
     def forward(self, spikes: torch.Tensor, coming: torch.Tensor, step: int) -> torch.Tensor:
-        """Return what arrives in a step [B, targets], and keep the rest in a ring, in place.
+        """Return what arrives in a step [B, targets], and write the rest to a ring, in place.
 
         Args:
             spikes: [B, sources], what the sources gave a step ago.
@@ -225,8 +225,8 @@ class SparseProjection(nn.Module):
     ) -> SparseProjection:
         """Return populations joined by given numbers of random synapses, among all their neurons.
 
-        Weights and delays are normal. A weight keeps its sign, and a delay is at least one step: what falls outside is
-        drawn anew.
+        Weights and delays are normal. A weight has the sign of its mean, and a delay is at least one step: what falls
+        outside is drawn anew.
 
         Args:
             sizes: Neurons of each of P populations; indices run through one after the other.

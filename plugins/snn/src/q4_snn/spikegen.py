@@ -23,7 +23,7 @@ def rate(x: torch.Tensor, steps: int, *, generator: torch.Generator | None = Non
     Args:
         x: [...], floats from 0 to 1.
         steps: T.
-        generator: torch's own unless told.
+        generator: Defaults to torch's own.
 
     Returns:
         [T, ...] of zeros and ones, of x's dtype.

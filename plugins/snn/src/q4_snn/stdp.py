@@ -1,7 +1,7 @@
 """Spike-timing-dependent plasticity of 4-bit synapses: weights change by local rules, and stay on their grid.
 
 A change is smaller than a step between two levels. So each changed weight moves to one of the two levels round its new
-value, by chance, so that its mean is that value: no master in float is kept, and small changes are not lost.
+value, by chance, so that its mean is that value: there is no master in float, and small changes are not lost.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class STDP:
         return self._move(change)
 
     def _move(self, change: torch.Tensor) -> int:
-        """Round changed weights to one of the two levels round them, so that the mean is right; ends are kept to."""
+        """Round changed weights to one of the two levels round them, so that the mean is right, within its ends."""
         at = change.nonzero(as_tuple=True)
         scale = self._scale[at]
         old = self._codes[at]

@@ -1,4 +1,4 @@
-"""The packed layers of a model in q4-nn's cache of prepared models: mapped when it is loaded again, and not read."""
+"""The packed layers of a model in q4-lm's cache of prepared models: mapped when it is loaded again, and not read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LayerCache:
         self._is_whole = self._is_whole and found is not None
         return found
 
-    def keep(self, model: Any, places: Iterable[Place]) -> str:
+    def store(self, model: Any, places: Iterable[Place]) -> str:
         """Write the layers of a loaded model, unless all of them were taken; return what became of the file."""
         if not self._is_whole:
             self.cached.write({_key(place): model.get_submodule(place.module) for place in places}, {})
@@ -58,7 +58,7 @@ def open_layers(files: Sequence[Path], model: Any, config: Q4Config, dtype: torc
     """Return what the cache has of a model's packed layers; None where no cache is asked for.
 
     Args:
-        files: The safetensors files of one folder that it is loaded from, which may have others beside them
+        files: The safetensors files of one folder that it is loaded from, which may have other files
             (``variant=``), or the GGUF file; not open yet, so that what is written is of them as they are now, or
             nothing is.
         model: The model, on the meta device.

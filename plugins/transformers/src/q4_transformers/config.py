@@ -1,4 +1,4 @@
-"""``Q4Config``: what to ask for when transformers loads a model."""
+"""``Q4Config``: options with which transformers loads a model."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
     Args:
         format: Quantise the linear layers of a dense checkpoint in this format while it is loaded; None for a
             checkpoint that is 4-bit already.
-        block_size: In-features per scale, with ``format``; the format's default unless told.
+        block_size: In-features per scale, with ``format``. Defaults to the format's own.
         zero_points: With ``format="int4"``: give each block a zero point. The error is less, but transformers can't
             load by compressed-tensors what is saved then.
         modules_to_not_convert: Names of modules that stay dense, with ``format``: whole, or their last parts. None
             leaves the output head and tied weights dense, as transformers' own quantizers do.
-        dialect: What ``save_pretrained`` writes; the dialect that was read unless told.
-        lossy: Let ``save_pretrained`` round, or leave out, what that dialect can't express exactly.
+        dialect: What ``save_pretrained`` writes. Defaults to the dialect that was read.
+        lossy: Whether ``save_pretrained`` may round, or leave out, what that dialect can't express exactly.
         backend: As in ``q4core.SessionConfig``, like ``compute_path`` and ``activation_precision``.
         compute_path: See there.
         activation_precision: See there.
-        cache: Where prepared layers are kept, as ``q4_lm.LanguageModel.open`` takes it: ``"auto"`` asks ``Q4_CACHE`` (a
-            folder, or ``off``) and else takes the user's cache folder; ``"off"`` has none; or a folder.
+        cache: Where prepared layers are stored, as ``q4_lm.LanguageModel.open`` takes it: ``"auto"`` asks ``Q4_CACHE``
+            (a folder, or ``off``) and else takes the user's cache folder; ``"off"`` has none; or a folder.
 
     Raises:
         ConfigError, FormatError, DialectError: An option is not legal; the message names it.
     """
 
-    def __init__(  # noqa: PLR0913  # one argument per wish
+    def __init__(  # noqa: PLR0913  # one argument per option
         self,
         format: str | None = None,  # noqa: A002  # the word everywhere here
         *,

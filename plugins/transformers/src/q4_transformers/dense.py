@@ -18,7 +18,7 @@ __all__ = ["dense_layer", "forget_quantizer", "make_dense"]
 _BASE = ".base_layer"
 """What PEFT calls the layer below its adapters."""
 _TURNED = "_q4_is_transposed"
-"""The mark of a dense layer that stands for a ``Conv1D``."""
+"""The mark of a dense layer that replaces a ``Conv1D``."""
 
 
 def dense_layer(packed: HfLinear, dtype: torch.dtype) -> nn.Linear:
@@ -60,7 +60,7 @@ def make_dense(model: Any, dtype: torch.dtype | None = None) -> None:
 
 
 def forget_quantizer(model: Any) -> None:
-    """Let transformers take a model for one that was never quantised."""
+    """Remove from a model of transformers what says that it was quantised."""
     model.hf_quantizer = None
     model.is_quantized = False
     for holder in (model, model.config):

@@ -1,6 +1,6 @@
 """``Q4Experts``: the experts of a layer as linear layers of their own, which may be packed ones.
 
-transformers keeps the experts of a layer in parameters of three dimensions, which no packed layer can stand for. A
+transformers has the experts of a layer in parameters of three dimensions, which no packed layer can replace. A
 ``Q4Experts`` takes the place of such a module: each expert has its own linear layers, named as the checkpoint names
 them, ``experts.0.gate_proj`` or ``experts.gate_up_proj.0``.
 """
@@ -108,7 +108,7 @@ class Q4Experts(nn.Module):
 
         Args:
             hidden_states: [T, hidden], float.
-            top_k_index: [T, k] integer: each token's experts; a number past the last one stands for none.
+            top_k_index: [T, k] integer: each token's experts; a number past the last one means none.
             top_k_weights: [T, k] float: the weight of each; or [T, E], of every expert (Phi-MoE of transformers 5.0).
 
         Returns:
@@ -154,7 +154,7 @@ class Q4Experts(nn.Module):
 
 
 class _Split:
-    """What stands for a merged parameter, for which transformers draws nothing at random (Qwen3-Omni's blocks do)."""
+    """A placeholder of a merged parameter, for which transformers draws nothing at random (Qwen3-Omni's blocks do)."""
 
     _is_hf_initialized = True
 
@@ -247,10 +247,10 @@ def _is_of_experts(pattern: str) -> bool:
 
 
 def drop_conversions(model: Any) -> None:
-    """Let transformers split no merged experts as it saves a model in which each has layers of its own."""
+    """Make transformers split no merged experts as it saves a model in which each has layers of its own."""
     if has_experts(model):
-        kept = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
-        model._weight_conversions = without_experts(kept)  # noqa: SLF001  # how transformers remembers them
+        conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
+        model._weight_conversions = without_experts(conversions)  # noqa: SLF001  # how transformers remembers them
 
 
 def is_fused(name: str) -> bool:

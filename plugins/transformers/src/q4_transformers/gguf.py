@@ -68,7 +68,7 @@ def open_gguf(path: Path) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Ten
     head stays packed, and the two are no longer tied.
 
     Raises:
-        CheckpointError: The file is malformed, or of an architecture that is not served.
+        CheckpointError: The file is malformed, or of an architecture that is not supported.
         SchemaError: A tensor has no place in the model, or is of a type that is not read.
     """
     with q4.open(path) as checkpoint:
@@ -124,7 +124,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
     """Return transformers' config of a GGUF file's model, with all that the header says of what is computed.
 
     Raises:
-        CheckpointError: The architecture is not served, or transformers' model of it does not compute what is said.
+        CheckpointError: The architecture is not supported, or transformers' model of it does not compute what is said.
     """
     where = str(checkpoint.path)
     architecture = checkpoint.metadata.get("general.architecture")
@@ -141,21 +141,21 @@ def config_of(checkpoint: Checkpoint) -> Any:
         _refuse(where, key, rule, own.rope_dim)
     kind = "mistral" if architecture == "llama" and own.sliding_layers else _KINDS[architecture]
     try:
-        told = config_to_hf(own, kind)
+        facts = config_to_hf(own, kind)
     except ConfigError as error:
         _refuse(where, "header", str(error.rule), kind)
     if kind == "phi3":
-        told["original_max_position_embeddings"] = own.rope_scaling.original_context or own.max_position_embeddings
+        facts["original_max_position_embeddings"] = own.rope_scaling.original_context or own.max_position_embeddings
     for name, words in _TOKENS.items():
         keys = [f"tokenizer.ggml.{word}_token_id" for word in words]
         found = list(dict.fromkeys(checkpoint.metadata[key] for key in keys if key in checkpoint.metadata))
-        told[f"{name}_token_id"] = found if len(found) > 1 else next(iter(found), None)
+        facts[f"{name}_token_id"] = found if len(found) > 1 else next(iter(found), None)
     try:
-        return transformers.AutoConfig.for_model(**told)
+        return transformers.AutoConfig.for_model(**facts)
     except Exception as error:  # noqa: BLE001  # transformers' own check of a config, of a class that depends on the release
         _refuse(where, "header", f"a config of transformers ({error})", kind)
 
 
 def _refuse(where: str, name: str, rule: str, value: object) -> NoReturn:
-    hint = "q4_lm.LanguageModel.open(path) may serve it."
+    hint = "q4_lm.LanguageModel.open(path) may support it."
     raise CheckpointError("GGUF file", name=name, rule=rule, value=value, where=where, hint=hint)

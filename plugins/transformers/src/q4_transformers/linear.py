@@ -1,4 +1,4 @@
-"""``HfLinear``: a ``Q4Linear`` that stands where code written for ``nn.Linear`` expects one."""
+"""``HfLinear``: a ``Q4Linear`` for code that was written for ``nn.Linear``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DENSE_ONLY = contextvars.ContextVar("q4_transformers_dense_only", default=False
 
 @contextlib.contextmanager
 def dense_state_only() -> Iterator[None]:
-    """Let ``state_dict`` leave packed weights out inside the block, as whoever saves them writes them in a dialect."""
+    """Leave packed weights out of ``state_dict`` inside the block, as whoever saves them writes them in a dialect."""
     token = _DENSE_ONLY.set(True)
     try:
         yield
@@ -121,7 +121,7 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers wha
     stored_name: str | None = None
     """Name of the layer in the checkpoint that it came from."""
     is_transposed: bool = False
-    """Whether it stands for a ``Conv1D`` of transformers, whose dense weight is [K, N]."""
+    """Whether it replaces a ``Conv1D`` of transformers, whose dense weight is [K, N]."""
     is_read: bool = False
     """Whether the model's own code reads its weight, which then answers with a dequantised one."""
 
@@ -132,7 +132,7 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers wha
 
     @property
     def W_q(self) -> WeightInfo:  # noqa: N802  # the name by which PEFT knows that it must ask for ``dequantize()``
-        """The weight's facts; that they are there tells PEFT to ask for ``dequantize()`` (DoRA)."""
+        """The weight's facts; where they are there, PEFT asks for ``dequantize()`` (DoRA)."""
         return self.weight
 
     def dequantize(self) -> torch.Tensor:

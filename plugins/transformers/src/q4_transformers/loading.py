@@ -59,7 +59,7 @@ def load(
 
     Raises:
         CheckpointError: The folder is not there, or names no model class of transformers; or a GGUF file is of an
-            architecture that is not served, or has a tokenizer that transformers does not convert.
+            architecture that is not supported, or has a tokenizer that transformers does not convert.
         ConfigError, SchemaError: What is asked for, or the checkpoint, does not fit; said before anything is loaded.
     """
     folder, asked = Path(path), _asked("q4_transformers.load", config)

@@ -1,4 +1,4 @@
-"""Models shared out over processes: found out while transformers loads one, and refused before a tensor is loaded.
+"""Models split over processes: an error while transformers loads one, before a tensor is loaded.
 
 transformers hooks layers that are split by rows, so that the results of all processes are summed. It splits parameters,
 and a packed weight is none: each process would add the whole product.
@@ -10,13 +10,13 @@ import inspect
 
 from q4core import ConfigError
 
-__all__ = ["refuse_parallelism"]
+__all__ = ["check_parallelism"]
 
 _ARGUMENTS = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
 
 
-def refuse_parallelism() -> None:
-    """Refuse the call of ``from_pretrained`` that is going on, where it asks for several processes.
+def check_parallelism() -> None:
+    """Raise a ``ConfigError`` if the current call of ``from_pretrained`` asks for several processes.
 
     No release of transformers passes these arguments on to a quantizer, so they are looked up in its frame.
 

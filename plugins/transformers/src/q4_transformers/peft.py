@@ -1,7 +1,7 @@
-"""Adapters of PEFT on packed layers: what to do before they are trained, and how they are merged.
+"""Adapters of PEFT on packed layers: preparation before they are trained, and merging.
 
 PEFT's own LoRA and DoRA layers run on an ``HfLinear`` as on any ``nn.Linear``. Its ``merge_and_unload`` would add to a
-dense weight in place; a packed one refuses that, and ``merge`` here says what is lost, if anything is.
+dense weight in place; a packed one raises an error, and ``merge`` here says what is lost, if anything is.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MergeReport:
 
 
 def keep_names_of_experts() -> None:
-    """Let PEFT go by a model's own layers where each expert has some; where PEFT is not installed, do nothing.
+    """Make PEFT use a model's own layers where each expert has some; where PEFT is not installed, do nothing.
 
     PEFT knows by ``model_type`` that transformers merges Mixtral's and Qwen-MoE's experts into one parameter. It makes
     targets like ``w1`` into that parameter's name, and merges the adapters of a file to one for it. In a model with a
@@ -109,7 +109,7 @@ def _without_mapping(original: Callable[..., Any], model: Any, *args: Any, **opt
 
 
 def prepare_for_training(model: Any) -> Any:
-    """Freeze a model, keep its norms in float32 and checkpoint its activations, as adapters are trained.
+    """Freeze a model, cast its norms to float32 and checkpoint its activations, as adapters are trained.
 
     It is PEFT's ``prepare_model_for_kbit_training``, with what that leaves out for a model that is packed here.
 
@@ -186,7 +186,7 @@ def _quantised_as(base: PackedWeight, merged: torch.Tensor) -> PackedWeight:
 
 
 def _requantise(name: str, packed: HfLinear, dense: nn.Linear) -> MergedLayer:
-    """Let a packed layer adopt a dense one's weight, and return what that loses."""
+    """Replace a packed layer's weight by a dense one's, and return what that loses."""
     base, merged = packed.packed_weight(), dense.weight.detach()
     weight = _quantised_as(base, merged)
     lost = float((q4.dequantize(weight, torch.float32) - merged).norm())

@@ -1,4 +1,4 @@
-"""Where each layer of a checkpoint belongs in a model that transformers has just built on the meta device."""
+"""Places of a checkpoint's layers in a model that transformers has just built on the meta device."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def open_files(files: Sequence[str] | None) -> Checkpoint:
         if names <= set(read_object(index, "index").get("weight_map", {}).values()):
             return q4.open(index)
     raise CheckpointError(
-        "checkpoint", name="index", rule=f"beside its {counted(len(names), 'shard')}", where=str(folder)
+        "checkpoint", name="index", rule=f"next to its {counted(len(names), 'shard')}", where=str(folder)
     )
 
 
 def shape_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return (N, K) of a module that a packed layer can stand for, or None.
+    """Return (N, K) of a module that a packed layer can replace, or None.
 
     It can't for a subclass with a forward pass of its own (routers), nor where a parent reads the weight (attention of
     torch).

@@ -1,6 +1,6 @@
-"""``Q4Quantizer``: what transformers calls while it loads a model, and when it saves one.
+"""``Q4Quantizer``: the quantizer that transformers calls while it loads a model, and when it saves one.
 
-transformers builds the model on the meta device, and calls us before it reads a tensor. We read the headers, refuse
+transformers builds the model on the meta device, and calls us before it reads a tensor. We read the headers, reject
 what does not fit, and put an empty layer in the place of each packed one. transformers then loads what is dense, and
 finds no place for the packed tensors, which it does not read. Afterwards each layer adopts its weight from our own
 mapping of the files, one at a time.
@@ -25,7 +25,7 @@ from q4_transformers.dense import make_dense
 from q4_transformers.experts import are_experts, drop_conversions, has_experts, without_experts
 from q4_transformers.linear import HfLinear
 from q4_transformers.names import Names
-from q4_transformers.parallelism import refuse_parallelism
+from q4_transformers.parallelism import check_parallelism
 from q4_transformers.peft import keep_names_of_experts
 from q4_transformers.places import Place, open_files, places_of_dense, places_of_layers, shape_of
 from q4_transformers.reasons import block_size_for
@@ -74,13 +74,13 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
     # -- before loading
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Refuse what can't be served; called again once ``device_map="auto"`` is resolved.
+        """Raise an error for what is not supported; called again once ``device_map="auto"`` is resolved.
 
         Raises:
-            ConfigError: A part of the model would lie on the disk, or on the CPU beside a GPU; or the model would be
+            ConfigError: A part of the model would lie on the disk, or on the CPU next to a GPU; or the model would be
                 split over processes.
         """
-        refuse_parallelism()
+        check_parallelism()
         self._device_map = device_map
         if not isinstance(device_map, dict):
             return
@@ -125,7 +125,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self._checkpoint, self._model = checkpoint, model
 
     def _is_on_cpu(self) -> bool:
-        """Return whether every packed layer will lie on the CPU, as far as is known; others are not kept on disk."""
+        """Return whether every packed layer will lie on the CPU, as far as is known; others are not stored on disk."""
         places = self._device_map.values() if isinstance(self._device_map, dict) else ()
         return all(torch.device(place).type == "cpu" for place in places)
 
@@ -133,8 +133,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         """Keep what saving needs to know: the dialects, and the checkpoint's own entry of config.json."""
         self.dialects = checkpoint.schema.dialects
         folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-        is_told = self.dialects and self.quantization_config.gguf is None
-        found = read_config(folder).get("quantization_config") if is_told else None
+        is_stated = self.dialects and self.quantization_config.gguf is None
+        found = read_config(folder).get("quantization_config") if is_stated else None
         self.entry = self.quantization_config.stored = found if isinstance(found, dict) else None
 
     def _packed_keys(self, checkpoint: Checkpoint) -> Iterable[str]:
@@ -200,7 +200,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
                 device = self._device_of(place.module)
                 layer.adopt(weight if device is None else weight.to(device))
         if cache is not None:
-            self.cache_state = cache.keep(model, places)
+            self.cache_state = cache.store(model, places)
         return model
 
     def _weight(self, checkpoint: Checkpoint, place: Place) -> PackedWeight:
@@ -281,7 +281,7 @@ def _raise_nothing_packed(wanted: str, reasons: Mapping[str, str], checkpoint: C
 
 
 def _hide(model: Any, names: Iterable[str]) -> None:
-    """Let transformers not report tensors that it finds no place for, as we read them."""
+    """Make transformers report no tensors that it finds no place for, as we read them."""
     own = "^(?:" + "|".join(map(re.escape, sorted(set(names)))) + ")$"
     known = model._keys_to_ignore_on_load_unexpected  # noqa: SLF001  # how models of transformers say it
     kind = set if isinstance(known, set) else list  # which of them depends on the version

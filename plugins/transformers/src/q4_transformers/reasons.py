@@ -1,4 +1,4 @@
-"""Why a linear layer of a dense checkpoint stays dense though a format was asked for."""
+"""Reasons why a linear layer of a dense checkpoint stays dense though a format was asked for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ABSENT = "the checkpoint has no such weight as it is: merged, split or missing"
 
 @attrs.frozen
 class Reasons:
-    """What a format can't serve in one model.
+    """The layers of one model that a format can't have.
 
     Args:
         model: The model, on the meta device.

@@ -1,9 +1,9 @@
-"""How transformers comes to know us: names that are added, two wrapped methods, and names that are taken over.
+"""Registration in transformers: names that are added, two wrapped methods, and names that are taken over.
 
 Nobody who did not ask for it notices: new names are added (``q4``, and ``modelopt``, which transformers can't load),
 ``merge_quantization_configs`` is passed on unless the caller's configuration is a ``Q4Config``, ``num_parameters`` adds
 packed weights to its count, and names of other libraries are taken over only where ``take_over`` or the environment
-variable ``Q4_TRANSFORMERS`` says so. What PEFT is told of experts is in ``peft.keep_names_of_experts``.
+variable ``Q4_TRANSFORMERS`` says so. The names of experts for PEFT are in ``peft.keep_names_of_experts``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_version(version: str = transformers.__version__) -> None:
 
 
 def register() -> None:
-    """Add our names, let ``Q4Config`` be asked for, and take over what the environment says; again, it does nothing."""
+    """Add our names, accept ``Q4Config`` as an option, take over what the environment says; twice is allowed."""
     check_version()
     for name in _ADDED:
         if name not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
@@ -64,9 +64,9 @@ def register() -> None:
             auto.register_quantizer(name)(Q4Quantizer)
     _wrap_merging()
     _wrap_counting()
-    told = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
-    if told:
-        take_over(*(() if told == ["all"] else told))
+    names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    if names:
+        take_over(*(() if names == ["all"] else names))
 
 
 def is_merging() -> bool:
@@ -75,7 +75,7 @@ def is_merging() -> bool:
 
 
 def _wrap_merging() -> None:
-    """Let a caller's ``Q4Config`` count where the checkpoint's own entry names another library, and that one not load.
+    """Use a caller's ``Q4Config`` where the checkpoint's own entry names another library, and ignore that entry.
 
     Where transformers' method has other arguments than those known, it is left alone: ``config_for`` works without.
     """
@@ -95,7 +95,7 @@ def _wrap_merging() -> None:
 
 
 def _wrap_counting() -> None:
-    """Let ``num_parameters`` count packed weights as what they stand for, as it does those of bitsandbytes."""
+    """Make ``num_parameters`` count the numbers of packed weights, as it does those of bitsandbytes."""
     original = ModuleUtilsMixin.num_parameters
     if getattr(original, "q4", False):
         return
@@ -115,7 +115,7 @@ def take_over(*names: str) -> tuple[str, ...]:
     """Load checkpoints of other libraries by q4core in this process, for programs that can't be edited.
 
     Args:
-        names: ``bitsandbytes`` (4-bit), ``compressed-tensors``, ``mxfp4``, ``torchao``; all of them unless told.
+        names: ``bitsandbytes`` (4-bit), ``compressed-tensors``, ``mxfp4``, ``torchao``. Defaults to all of them.
 
     Returns:
         The names that are taken over now.

@@ -1,4 +1,4 @@
-"""``explain``: what of a model is packed, what is not and why, the bytes of each, and who runs it."""
+"""``explain``: the packed and dense modules of a model, reasons, bytes and backends."""
 
 from __future__ import annotations
 

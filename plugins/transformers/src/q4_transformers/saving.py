@@ -1,4 +1,4 @@
-"""What ``save_pretrained`` writes: packed layers in a dialect, dense tensors as they are, and the dialect's entry."""
+"""The content that ``save_pretrained`` writes: layers in a dialect, dense tensors, and the dialect's entry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def state_and_metadata(
 
     Args:
         model: A model of transformers with ``HfLinear`` layers.
-        config: The model's; its ``dialect`` is what to write, the one that was read unless told.
+        config: The model's; its ``dialect`` is what to write, by default the one that was read.
         read: The dialects that were read.
         entry: The entry of ``config.json`` that was read.
 
@@ -48,7 +48,7 @@ def state_and_metadata(
         ``(None, {})`` where adapters alone are saved.
 
     Raises:
-        ConfigError: Neither the file nor the format tells a dialect.
+        ConfigError: Neither the file nor the format has a dialect.
         DialectError: The dialect can't express a weight.
     """
     if getattr(model, "_hf_peft_config_loaded", False):

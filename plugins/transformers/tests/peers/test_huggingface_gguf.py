@@ -319,7 +319,7 @@ def test_unread_types_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_dense_files_are_refused(tmp_path: Path) -> None:
     """A file in which nothing is packed is an error that names who serves it, and so is a format for any file."""
     families.write(tmp_path / "model.gguf", "qwen2", families.make("qwen2"), Type.F16)
-    with pytest.raises(q4.CheckpointError, match=r"layers must be packed.*dense ones alone.*q4_nn"):
+    with pytest.raises(q4.CheckpointError, match=r"layers must be packed.*dense ones alone.*q4_lm"):
         q4_transformers.load(tmp_path / "model.gguf")
     with pytest.raises(q4.ConfigError, match="format must be None for a GGUF file"):
         q4_transformers.load(tmp_path / "model.gguf", Q4Config(format="nf4"))
