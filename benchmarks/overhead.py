@@ -34,7 +34,7 @@ class Idle:
     """A backend that computes nothing, right only for weights of zero."""
 
     name = "idle"
-    api_version = (1, 0)
+    api_version = (2, 0)
     capabilities = q4.Capabilities(
         formats={"nf4"},
         scale_kinds={q4.ScaleKind.PLAIN},

@@ -6,13 +6,14 @@ same contract on one page.
 """
 
 from q4core.backend.capabilities import EVERY_FORMAT, Capabilities
-from q4core.backend.contract import API_VERSION, Backend, PrepareContext, Prepared
+from q4core.backend.contract import API_VERSION, SERVED_VERSIONS, Backend, PrepareContext, Prepared
 from q4core.backend.request import Features, Request
 from q4core.backend.support import KernelPath, PathKind, Precision, Reason, ReasonCode, Segment, Support, Tier
 
 __all__ = [
     "API_VERSION",
     "EVERY_FORMAT",
+    "SERVED_VERSIONS",
     "Backend",
     "Capabilities",
     "Features",

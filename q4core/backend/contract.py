@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from q4core.backend.support import Segment, Support
     from q4core.weight import PackedWeight
 
-API_VERSION = (1, 0)
-"""Version of this contract. A backend of another major version, or of a newer minor one, is refused."""
+API_VERSION = (2, 0)
+"""Version of this contract. A newer backend is refused."""
+SERVED_VERSIONS = ((1, 0), API_VERSION)
+"""Versions whose backends run as they are; each stands for its older minor ones as well. docs/api-2.0.md says why."""
 
 
 def _tensors(items: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4core.backend import API_VERSION, Capabilities, Reason, ReasonCode
+from q4core.backend import SERVED_VERSIONS, Capabilities, Reason, ReasonCode
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit, observe, warn_once
 from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
@@ -262,7 +262,8 @@ def _fault_of(item: Any, hook: str) -> Reason | None:
 def _fault_of_backend(item: Any) -> Reason | None:
     version, declared = getattr(item, "api_version", None), getattr(item, "capabilities", None)
     if not _is_served_version(version):
-        return Reason(ReasonCode.API_VERSION, f"api_version must be {API_VERSION} or an older minor, got {version!r}")
+        served = " or ".join(map(str, SERVED_VERSIONS))
+        return Reason(ReasonCode.API_VERSION, f"api_version must be {served}, or an older minor, got {version!r}")
     if not isinstance(declared, Capabilities):
         return _broken("capabilities must be a Capabilities")
     optional = {
@@ -275,11 +276,12 @@ def _fault_of_backend(item: Any) -> Reason | None:
 
 
 def _is_served_version(version: object) -> bool:
-    """Return whether a backend of that API version may serve: the same major, the same or an older minor."""
-    if not isinstance(version, tuple) or len(version) != len(API_VERSION):
+    """Return whether a backend of that API version may serve: the same or an older minor of a served one."""
+    if not isinstance(version, tuple) or len(version) != 2:  # noqa: PLR2004  # major, minor
         return False
     major, minor = version
-    return bool(major == API_VERSION[0] and isinstance(minor, int) and 0 <= minor <= API_VERSION[1])
+    newest = dict(SERVED_VERSIONS).get(major)
+    return newest is not None and isinstance(minor, int) and 0 <= minor <= newest
 
 
 _default: Registry | None = None

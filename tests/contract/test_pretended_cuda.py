@@ -54,7 +54,7 @@ class _Twin:
     """The reference's arithmetic under another name, offered as a kernel, for CUDA devices alone."""
 
     name = "twin"
-    api_version = (1, 0)
+    api_version = (2, 0)
 
     def __init__(self, interpreted: bool = False) -> None:
         self._interpreted = interpreted

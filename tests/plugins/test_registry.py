@@ -70,7 +70,7 @@ def test_a_plugin_without_any_hook_is_told() -> None:
     assert "@q4core.hookimpl" in record.errors[0]
 
 
-@pytest.mark.parametrize("version", [(2, 0), (1, 99), (0, 9), "1.0", None, (1,)])
+@pytest.mark.parametrize("version", [(3, 0), (2, 1), (1, 99), (0, 9), "2.0", None, (2,)])
 def test_a_wrong_api_version_is_refused_and_told(version: object) -> None:
     """A backend of another API version is not used, and stands among the rejections with its reason."""
     registry = q4.Registry([("a", plugin(FakeBackend("old", api_version=version), FakeBackend("good")))])
@@ -108,7 +108,7 @@ def test_an_unknown_hook_is_reported() -> None:
     assert "q4_backends" in records["a"].errors[0]
 
 
-@pytest.mark.parametrize("item", ["text", 3, None, object(), types.SimpleNamespace(name="", api_version=(1, 0))])
+@pytest.mark.parametrize("item", ["text", 3, None, object(), types.SimpleNamespace(name="", api_version=(2, 0))])
 def test_what_is_no_backend_is_refused(item: object) -> None:
     """Anything that is no backend becomes a record, never a crash."""
     registry = q4.Registry([("a", plugin(item, FakeBackend("good")))])
@@ -120,7 +120,7 @@ def test_a_backend_without_its_methods_is_refused() -> None:
     """The record names the methods that are missing."""
     backend = FakeBackend("half")
     half = types.SimpleNamespace(
-        name="half", api_version=(1, 0), capabilities=backend.capabilities, check=backend.check
+        name="half", api_version=(2, 0), capabilities=backend.capabilities, check=backend.check
     )
     registry = q4.Registry([("a", plugin(half))])
     with pytest.warns(q4.Q4PluginWarning, match="prepare, linear"):

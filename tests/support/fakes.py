@@ -26,7 +26,7 @@ class FakeBackend:
         paths: tuple[q4.KernelPath, ...] = (KERNEL_PATH,),
         reasons: tuple[q4.Reason, ...] = (),
         native_state: str = "fake: loaded",
-        api_version: Any = (1, 0),
+        api_version: Any = (2, 0),
         damage: Any = None,
         exports: bool = True,
         prepare_error: Exception | None = None,

@@ -90,7 +90,7 @@ class Actor(FakeBackend):
         super().__init__(
             cast.name,
             paths=cast.paths,
-            api_version=(2, 0) if cast.conduct == "old api" else (1, 0),
+            api_version=(3, 0) if cast.conduct == "old api" else q4.API_VERSION,
             devices={"cpu" if cast.is_on_cpu else "cuda"},
             features=features,
             precisions=frozenset(q4.Precision) if cast.declares_all else EXACT,
@@ -146,7 +146,7 @@ def _refusals(cast: Cast, wish: Wish) -> tuple[str, list[Told]]:
     """Return the native state, and every reason why the backend offers nothing."""
     name, plain = cast.name, CODE.PLUGIN_ERROR
     at_registration = {
-        "old api": [Told(CODE.API_VERSION, ("(2, 0)",))],
+        "old api": [Told(CODE.API_VERSION, ("(3, 0)",))],
         "no manifest": [Told(plain, ("capabilities",))],
         "twice": [Told(plain, ("duplicate", f"{name}-plugin", f"{name}-copy"))] * 2,
         "fails": [Told(plain, ("nobody",))],

@@ -27,7 +27,7 @@ class Writing:
     """Writes its layout into what the context gives, as a kernel with a layout of its own does; watches its inputs."""
 
     name: ClassVar[str] = "writing"
-    api_version: ClassVar[tuple[int, int]] = (1, 0)
+    api_version: ClassVar[tuple[int, int]] = (2, 0)
     capabilities: ClassVar[q4.Capabilities] = q4.Capabilities(
         formats={q4.EVERY_FORMAT},
         scale_kinds=frozenset(q4.ScaleKind),

@@ -66,7 +66,7 @@ class ToyKernel:
         **capabilities: Fields of the manifest that differ.
     """
 
-    api_version = (1, 0)
+    api_version = (2, 0)
 
     def __init__(self, name: str = "toy", **capabilities: Any) -> None:
         self.name = name

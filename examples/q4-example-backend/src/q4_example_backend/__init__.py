@@ -17,7 +17,7 @@ class ExampleBackend:
     """Serves NF4 with one float scale per block; what is not declared here, the core refuses."""
 
     name = "example-backend"
-    api_version = (1, 0)
+    api_version = (2, 0)
     capabilities = q4.Capabilities(
         formats={"nf4"},
         scale_kinds={q4.ScaleKind.PLAIN},

@@ -59,7 +59,7 @@ class CpuNative:
     """
 
     name: str = "cpu-native"
-    api_version: tuple[int, int] = (1, 0)
+    api_version: tuple[int, int] = (2, 0)
     capabilities: Capabilities = Capabilities(
         formats=_FORMATS,
         scale_kinds=set(ScaleKind),

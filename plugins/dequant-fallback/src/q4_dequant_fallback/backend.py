@@ -45,7 +45,7 @@ class DequantFallback:
     """The reference backend (tier 0)."""
 
     name: ClassVar[str] = "dequant-fallback"
-    api_version: ClassVar[tuple[int, int]] = (1, 0)
+    api_version: ClassVar[tuple[int, int]] = (2, 0)
     capabilities: ClassVar[Capabilities] = Capabilities(
         formats={EVERY_FORMAT},  # decoded by the core's codec, which reads plugins' formats too
         scale_kinds=frozenset(ScaleKind),

@@ -85,7 +85,7 @@ class WeightOnlyBackend:
     name: str
     formats: frozenset[str]
     scale_kinds: frozenset[ScaleKind] = frozenset()
-    api_version: tuple[int, int] = (1, 0)
+    api_version: tuple[int, int] = (2, 0)
     capabilities: Capabilities
 
     def __init__(self, facts: Facts | None = None) -> None:
