@@ -98,3 +98,23 @@ def test_a_package_that_is_imported_again_has_one_finder() -> None:
     count = "n = len(sys.meta_path)"
     code = f"import importlib, sys, q4core; {count}; importlib.reload(q4core); assert {count.replace('=', '==')}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(("name", "module"), sorted(q4._MODULES.items()))
+def test_a_module_whose_package_is_missing_says_what_to_install(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``q4.programs`` and ``q4.spikes`` name the package that brings them where it is not installed."""
+    package = module.partition(".")[0]
+
+    class Hiding:
+        def find_spec(self, found: str, *_: object) -> None:
+            if found.partition(".")[0] == package:
+                raise ModuleNotFoundError(name=found)
+
+    for item in [item for item in sys.modules if item.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, item)
+    monkeypatch.setattr(sys, "meta_path", [Hiding(), *sys.meta_path])
+    with pytest.raises(AttributeError) as caught:
+        getattr(q4, name)
+    assert str(caught.value).startswith(f"q4core.{name} moved to {module}: pip install {package.replace('_', '-')}")
