@@ -20,9 +20,9 @@ BUDGETS: dict[str, int | None] = {
     "plugins/dequant-fallback": None,
     "plugins/dialects": None,
     "plugins/gguf": None,
-    "plugins/lm": 6_000,
+    "plugins/lm": 5_200,
     "plugins/nf4-cuda": None,
-    "plugins/nn": 6_000,
+    "plugins/nn": 5_450,
     "plugins/nvfp4-native": None,
     "plugins/programs": 1_900,
     "plugins/quantize": 850,
@@ -40,7 +40,7 @@ BUDGETS: dict[str, int | None] = {
 }
 """Folder → the most lines that its source may have, ``None`` without a budget. Decision 0024 has the reasons.
 
-Those of the core, q4-nn, q4-lm, actors and the kit are provisional, until the parts named there have moved.
+Those of the core, actors and the kit are provisional, until the parts named there have moved.
 """
 
 

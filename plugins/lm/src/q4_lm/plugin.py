@@ -1,4 +1,4 @@
-"""What q4core finds here: commands of language models, a layer type, and architectures of model files."""
+"""Hooks: commands of language models, a layer type, and architectures of model files."""
 
 from __future__ import annotations
 

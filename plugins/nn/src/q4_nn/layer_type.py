@@ -65,7 +65,7 @@ class LayerType:
         build: Takes the options by name and returns the module. Its signature says which options there are: their
             names, their types by annotation, and their defaults.
         shape: Takes the shape of what comes in, then the options by name, and returns the shape of what goes out;
-            raises ``ValueError`` with the rule where the layer does not take that shape. The same shape unless told.
+            raises ``ValueError`` with the rule where the layer does not take that shape. Defaults to the same shape.
         summary: One line for people.
         examples: Layers by which the type can be certified.
         emit: Emits the operations of a layer, for programs: ``emit(module, builder, *values)``, as ``ProgramBuilder``

@@ -1,4 +1,4 @@
-"""What q4core finds here: layer types."""
+"""Hooks: layer types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantises masters: by a backend's native quantiser that gives the reference's very bytes, else by the reference."""
+"""Quantising of masters, by a backend's native quantiser that gives the reference's bytes, else by the reference."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 import q4core as q4
-from q4_lm.prepared.model import restore_layers, tell_layers
+from q4_lm.prepared.model import export_layers, restore_layers
 from q4_lm.prepared.opening import CachedModel
 from q4_lm.prepared.store import open_store
 
@@ -79,6 +79,6 @@ def open_layers(files: Sequence[Path], model: Any, config: Q4Config, dtype: torc
     }
     software = {name: importlib.metadata.version(name) for name in ("q4-transformers", "transformers")}
     session, source = q4.Session(config.session_config()), files[0] if config.gguf is not None else files[0].parent
-    cached = CachedModel(store, source, session, tell_layers, restore_layers, asked=asked, software=software)
+    cached = CachedModel(store, source, session, export_layers, restore_layers, asked=asked, software=software)
     with torch.device("cpu"):  # transformers calls under the meta device
         return LayerCache(cached, cached.open(lambda layers, *_: layers) or {})

@@ -1,4 +1,4 @@
-"""What a generation cost: speed, memory, and which paths ran how often, as data and as a table."""
+"""The cost of a generation: speed, memory, and which paths ran how often, as data and as a table."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def generate_batch(
         decoder: The model.
         prompts: Token numbers, at least one of each prompt.
         max_tokens: Most new tokens of each.
-        sampler: A prompt's index → what chooses its tokens; greedy unless told.
+        sampler: A prompt's index → what chooses its tokens. Defaults to greedy.
         stops: Token numbers that end an answer; they are not given.
 
     Raises:

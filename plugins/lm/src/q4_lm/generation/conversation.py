@@ -60,7 +60,7 @@ class Conversation:
     Args:
         model: Has a chat template.
         system: The system message, or None.
-        sampler: Chooses tokens; greedy unless told.
+        sampler: Chooses tokens. Defaults to greedy.
         max_tokens: Of one answer.
         stops: Texts that end an answer.
     """

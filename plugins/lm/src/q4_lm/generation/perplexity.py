@@ -1,4 +1,4 @@
-"""How well a model predicts a text, and how far two models' predictions lie apart."""
+"""Perplexity of a model over a text, and the distance of two models' predictions."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Generation:
         decoder: The model.
         prompt: Token numbers, at least one.
         max_tokens: Most new tokens, at least 1.
-        sampler: Takes logits [vocabulary] and chooses a token; greedy unless told.
+        sampler: Takes logits [vocabulary] and chooses a token. Defaults to greedy.
         stops: Token numbers that end the run; they are not given.
         cache: A cache to go on from, whose content the prompt follows; None makes one that is just large enough.
         clock: Seconds, for the statistics.

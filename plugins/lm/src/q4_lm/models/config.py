@@ -40,8 +40,8 @@ class TransformerConfig:
         num_hidden_layers: Blocks.
         num_attention_heads: Query heads.
         vocab_size: Tokens; a block alone needs none.
-        num_key_value_heads: Key-value heads, a divisor of ``num_attention_heads``; as many unless told.
-        head_dim: Features of a head; ``hidden_size / num_attention_heads`` unless told.
+        num_key_value_heads: Key-value heads, a divisor of ``num_attention_heads``. Defaults to as many.
+        head_dim: Features of a head. Defaults to ``hidden_size / num_attention_heads``.
         max_position_embeddings: Most positions that the model is made for.
         causal: Whether a token sees none behind it.
         hidden_act: ``silu``, ``gelu``, ``gelu_tanh`` or ``relu``.
@@ -52,7 +52,7 @@ class TransformerConfig:
         positions: ``rotary``, ``learned`` or ``none``.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: How they are changed.
-        rope_dim: Features of a head that are turned; all unless told.
+        rope_dim: Features of a head that are turned. Defaults to all.
         rope_interleaved: Whether the members of a pair are neighbours, as in Llama-family GGUF files.
         no_rope_layers: Indices of the blocks that turn nothing.
         sliding_window: How many tokens a sliding block sees.
@@ -62,7 +62,7 @@ class TransformerConfig:
         attention_out_bias: Whether attention's last projection has one.
         mlp_bias: Whether the layers of feed-forward parts have one.
         qk_norm: Whether queries and keys are normed, head by head.
-        attention_scale: Of the scores; 1 / sqrt(head_dim) unless told.
+        attention_scale: Of the scores. Defaults to 1 / sqrt(head_dim).
         attention_dropout: Share of the attention weights that training drops.
         dropout: Share of what each part gives that training drops.
         embedding_scale: What embeddings are multiplied by.
@@ -162,7 +162,7 @@ class TransformerConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TransformerConfig:
-        """Return the config that ``to_dict`` told.
+        """Return the config of what ``to_dict`` returned.
 
         Raises:
             ConfigError: A name is not known, one is missing, or a value is not legal.

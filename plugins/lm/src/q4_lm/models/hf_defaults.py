@@ -1,4 +1,4 @@
-"""What each kind of Hugging Face model has where its ``config.json`` says nothing: the defaults of its config class.
+"""Defaults of each kind of Hugging Face model, where its ``config.json`` says nothing: those of its config class.
 
 Reference:
     The config classes of transformers 5; ``tests/peers/test_config_defaults.py`` compares every one of them.

@@ -1,4 +1,4 @@
-"""What Hugging Face calls the parts of a model, and what they are called here."""
+"""Names of a model's parts, those of Hugging Face and ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts the tensors of an opened checkpoint into a model that was built without any.
+"""Loading of an opened checkpoint's tensors into a model that was built without any.
 
 Each tensor is asked for with its shape, and what nobody asked for is an error in the end: the model would lack a part.
 """
@@ -53,7 +53,7 @@ def load_weights_(
     Args:
         model: The model.
         checkpoint: The opened file.
-        session: Makes the 4-bit layers; its ``compute_dtype`` (float32 unless told) is that of all dense tensors.
+        session: Makes the 4-bit layers; its ``compute_dtype``, else float32, is that of all dense tensors.
         names: What the file calls the parts.
         where: The file, for messages.
 

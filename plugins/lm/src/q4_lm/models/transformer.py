@@ -45,7 +45,7 @@ class TransformerBlock(nn.Module):
     Args:
         config: Sizes and options.
         layer: The block's index.
-        rotary: Turns queries and keys; made from the config unless told.
+        rotary: Turns queries and keys; defaults to what the config says.
     """
 
     def __init__(self, config: TransformerConfig, layer: int = 0, *, rotary: RotaryEmbedding | None = None) -> None:
@@ -334,7 +334,7 @@ class TransformerEncoder(_Transformer):
         Args:
             tokens: int64 [B, T].
             allowed: bool [B, T]: which tokens are not padding.
-            types: int64 [B, T]: each token's segment; all 0 unless told.
+            types: int64 [B, T]: each token's segment. Defaults to 0.
 
         Raises:
             InputError: A token is not in the vocabulary, there are too many, or their shape or dtype is wrong.

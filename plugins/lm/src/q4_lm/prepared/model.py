@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from q4_lm.prepared.container import Container
     from q4core import Session
 
-__all__ = ["restore_layers", "restore_model", "tell_layers", "tell_model"]
+__all__ = ["export_layers", "export_model", "restore_layers", "restore_model"]
 
 
 @attrs.define(eq=False)
@@ -40,12 +40,12 @@ class _Tensors:
         return self.numbers[key]
 
 
-def tell_model(model: Transformer) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Tell a decoder or an encoder as what JSON holds, with tensors that ``restore_model`` makes the same one from.
+def export_model(model: Transformer) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Return a decoder or an encoder as what JSON holds, with tensors that ``restore_model`` makes the same one from.
 
     Raises:
-        LifecycleError: A part of it can't be told: a layer whose backend does not describe its layout or that is not on
-            the CPU, or a module that no loader of ours places.
+        LifecycleError: A part of it can't be stored: a layer whose backend does not describe its layout or that is not
+            on the CPU, or a module that no loader of ours places.
     """
     tensors = _Tensors()
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -54,7 +54,7 @@ def tell_model(model: Transformer) -> tuple[dict[str, Any], list[torch.Tensor]]:
     embeddings: dict[str, str] = {}
     dense: dict[str, int] = {}
     plain = dict(empty_transformer(model.config).named_modules(remove_duplicate=False))
-    told = _told(layers, tensors)
+    told = _export(layers, tensors)
     for path, module in modules.items():
         if path in layers:
             continue
@@ -78,30 +78,30 @@ def tell_model(model: Transformer) -> tuple[dict[str, Any], list[torch.Tensor]]:
     return header, tensors.kept
 
 
-def tell_layers(layers: Mapping[str, Q4Linear]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Tell prepared layers by their names, as what JSON holds and tensors that ``restore_layers`` takes up again.
+def export_layers(layers: Mapping[str, Q4Linear]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Return prepared layers by their names, as what JSON holds and tensors that ``restore_layers`` takes up again.
 
     Raises:
-        LifecycleError: One can't be told: its backend does not describe its layout, or it is not on the CPU.
+        LifecycleError: One can't be stored: its backend does not describe its layout, or it is not on the CPU.
     """
     tensors = _Tensors()
-    return _told(layers, tensors), tensors.kept
+    return _export(layers, tensors), tensors.kept
 
 
-def _told(layers: Mapping[str, Q4Linear], tensors: _Tensors) -> dict[str, Any]:
-    """Tell layers, each once, and which of them has which names."""
+def _export(layers: Mapping[str, Q4Linear], tensors: _Tensors) -> dict[str, Any]:
+    """Return layers, each once, and which of them has which names."""
     numbers: dict[int, int] = {}
     kinds: list[dict[str, Any]] = []
     told: list[dict[str, Any]] = []
     for layer in layers.values():
         if id(layer) not in numbers:
             numbers[id(layer)] = len(told)
-            told.append(_tell_layer(layer, kinds, tensors))
+            told.append(_export_layer(layer, kinds, tensors))
     return {"kinds": kinds, "layers": told, "places": {name: numbers[id(layer)] for name, layer in layers.items()}}
 
 
-def _tell_layer(layer: Q4Linear, kinds: list[dict[str, Any]], tensors: _Tensors) -> dict[str, Any]:
-    """Tell one layer; what layers of one shape share stands once among the kinds."""
+def _export_layer(layer: Q4Linear, kinds: list[dict[str, Any]], tensors: _Tensors) -> dict[str, Any]:
+    """Return one layer; what layers of one shape share stands once among the kinds."""
     header, prepared = export_prepared(layer)
     if layer.device.type != "cpu":
         raise LifecycleError(f"layer {layer.name!r} can't be stored: it is on {layer.device}")
@@ -113,7 +113,7 @@ def _tell_layer(layer: Q4Linear, kinds: list[dict[str, Any]], tensors: _Tensors)
 
 
 def restore_layers(header: dict[str, Any], container: Container, session: Session) -> dict[str, Q4Linear]:
-    """Return the layers that ``tell_layers`` told, over the container's tensors; errors are ``restore_model``'s."""
+    """Return the layers of ``export_layers``, over the container's tensors; errors are ``restore_model``'s."""
     tensors = [container.tensor(index) for index in range(len(container))]
     return _restored(header, tensors, session)
 
@@ -129,12 +129,12 @@ def _restored(header: dict[str, Any], tensors: Sequence[torch.Tensor], session: 
 
 
 def restore_model(header: dict[str, Any], container: Container, session: Session) -> Transformer:
-    """Return the model that ``tell_model`` told, over the container's mapped tensors, in evaluation mode.
+    """Return the model of ``export_model``, over the container's mapped tensors, in evaluation mode.
 
     Raises:
         LifecycleError: A layer was prepared for something else than what serves the session here.
         CheckpointError, ConfigError, KeyError, TypeError, ValueError, IndexError, AttributeError: The header is not one
-            that ``tell_model`` gave.
+            that ``export_model`` gave.
     """
     tensors = [container.tensor(index) for index in range(len(container))]
     parameters = [nn.Parameter(item, requires_grad=False) if item.is_floating_point() else None for item in tensors]

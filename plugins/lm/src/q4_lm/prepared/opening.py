@@ -17,7 +17,7 @@ import torch
 import q4core as q4
 from q4_lm.models.saved import load_model
 from q4_lm.models.transformer import TransformerDecoder, TransformerEncoder
-from q4_lm.prepared.model import restore_model, tell_model
+from q4_lm.prepared.model import export_model, restore_model
 from q4_lm.tokenizers.hf_tokenizer import read_engine, tokenizer_from_hf
 from q4_lm.tokenizers.tokenizer import Tokenizer
 from q4core.plugin_api import describe_exception, emit, open_regular, warn_once
@@ -36,8 +36,8 @@ __all__ = ["CacheWarning", "CachedModel", "open_folder"]
 _T = TypeVar("_T")
 _VERSION = 3
 _HEAD_BYTES = 1 << 18
-_WISHES = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
-_UNHEARD = {"Q4_LOG", "Q4_CACHE", "Q4_CACHE_LIMIT"}
+_OPTIONS = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
+_IGNORED = {"Q4_LOG", "Q4_CACHE", "Q4_CACHE_LIMIT"}
 """Variables that change nothing of what is prepared; the others, such as ``Q4_CPU_ISA``, are part of the key."""
 _DAMAGE = (q4.Q4Error, OSError, KeyError, TypeError, ValueError, IndexError, AttributeError)
 """What a header that is not ours can raise; a digest stands before it, so it takes malice or another version."""
@@ -55,7 +55,7 @@ class CachedModel:
         store: The cache.
         source: The model's file or folder.
         session: What its layers are prepared under.
-        tell: What is stored of a model: what JSON holds, and tensors. A ``LifecycleError`` says that it can't be.
+        export: What is stored of a model: what JSON holds, and tensors. A ``LifecycleError`` says that it can't be.
         restore: The model again, of the header, the open file and the session.
         asked: What else the source is read by; another model lies beside it, and never in its place.
         software: Versions of what else takes part in reading; another one makes the file stale.
@@ -64,7 +64,7 @@ class CachedModel:
     store: Store
     source: Path
     session: q4.Session
-    tell: Callable[[Any], tuple[dict[str, Any], list[torch.Tensor]]] = tell_model
+    export: Callable[[Any], tuple[dict[str, Any], list[torch.Tensor]]] = export_model
     restore: Callable[[dict[str, Any], Container, q4.Session], Any] = restore_model
     asked: Mapping[str, str] = attrs.field(kw_only=True, factory=dict)
     software: Mapping[str, str] = attrs.field(kw_only=True, factory=dict)
@@ -76,9 +76,9 @@ class CachedModel:
     @property
     def path(self) -> Path:
         """Where the model's file is, whether or not there is one."""
-        told = {key: value for key, value in os.environ.items() if key.startswith("Q4_") and key not in _UNHEARD}
+        told = {key: value for key, value in os.environ.items() if key.startswith("Q4_") and key not in _IGNORED}
         key = {"source": str(self.source.resolve()), "machine": _machine(), "environment": told}
-        return self.store.path_of({**key, **self._wishes()})
+        return self.store.path_of({**key, **self._options()})
 
     def _is_served(self) -> bool:
         """Return whether what is asked for may lie in a mapped file: unified memory is memory of its own."""
@@ -88,9 +88,9 @@ class CachedModel:
         self.state = f"not cached: unified memory is asked for ({policy})"
         return False
 
-    def _wishes(self) -> dict[str, str]:
+    def _options(self) -> dict[str, str]:
         config = q4.resolve_config(self.session.config)
-        return {**{name: str(getattr(config, name)) for name in _WISHES}, **self.asked}
+        return {**{name: str(getattr(config, name)) for name in _OPTIONS}, **self.asked}
 
     def _facts(self) -> dict[str, Any]:
         """Return everything that makes a file stale when it changes."""
@@ -100,13 +100,13 @@ class CachedModel:
         software |= self.software
         return {
             "source": _identity(self.source),
-            "wishes": self._wishes(),
+            "wishes": self._options(),
             "software": software,
             "machine": _machine(),
         }
 
     def open(self, use: Callable[[Any, dict[str, Any], memoryview], _T]) -> _T | None:
-        """Return what ``use`` makes of the model and what else was stored; None where no file fits, which is told."""
+        """Return what ``use`` makes of the model and what else was stored; None, with a warning, where no file fits."""
         path = self.path
         if not self._is_served():
             return None
@@ -118,7 +118,7 @@ class CachedModel:
         except FileNotFoundError:
             return None
         except _DAMAGE as error:
-            self._tell(path, f"can't be used: {describe_exception(error)}")
+            self._warn(path, f"can't be used: {describe_exception(error)}")
             return None
         finally:
             _give_memory_back()
@@ -126,7 +126,7 @@ class CachedModel:
     def _restored(self, container: Container, use: Callable[[Any, dict[str, Any], memoryview], _T]) -> _T | None:
         facts, told = self._before or {}, container.header
         if told["facts"] != facts:
-            self._tell(container.path, f"is stale: {_changes(told['facts'], facts)}")
+            self._warn(container.path, f"is stale: {_changes(told['facts'], facts)}")
             return None
         text = container.checked_bytes(told["text"])
         found = use(self.restore(told["model"], container, self.session), told["extra"], text)
@@ -134,7 +134,7 @@ class CachedModel:
         return found
 
     def write(self, model: Any, extra: dict[str, Any], text: bytes = b"null") -> None:
-        """Write the model's file; why it can't be written is told.
+        """Write the model's file; a warning says why it can't be written.
 
         Args:
             model: The model, prepared.
@@ -145,7 +145,7 @@ class CachedModel:
         if not self._is_served():
             return
         try:
-            header, tensors = self.tell(model)
+            header, tensors = self.export(model)
             state = "not cached: the source changed while it was read"
             if self._facts() == self._before:
                 told = {"facts": self._before, "model": header, "extra": extra, "text": len(tensors)}
@@ -154,7 +154,7 @@ class CachedModel:
         except q4.LifecycleError as error:  # such as a backend that keeps nothing on disk, which is no fault
             self._emit(f"not cached: {error}")
         except (OSError, q4.CheckpointError) as error:  # the latter of a file beside the weights that can't be read
-            self._tell(path, f"can't be written: {error}")
+            self._warn(path, f"can't be written: {error}")
         else:
             self._emit(state)
 
@@ -162,7 +162,7 @@ class CachedModel:
         self.state = state
         emit("q4.cache", level=level, state=state, path=str(self.path), source=str(self.source), **facts)
 
-    def _tell(self, path: Path, why: str) -> None:
+    def _warn(self, path: Path, why: str) -> None:
         self._emit(f"not cached: the file {why}", level=logging.WARNING)
         warn_once((str(path), why), CacheWarning, f"prepared file {path} of {self.source} {why}")
 

@@ -67,7 +67,7 @@ def attend(  # noqa: PLR0913  # what a call of torch's takes
         values: The shape of ``keys``.
         causal: Whether the last T keys are the query's own and later ones are hidden; ignored where a mask is given.
         mask: From ``visible``, or None.
-        scale: 1 / sqrt(head_dim) unless told.
+        scale: Of the scores. Defaults to 1 / sqrt(head_dim).
         dropout: Share of the weights that is dropped.
 
     Returns:
@@ -108,16 +108,16 @@ class MultiHeadAttention(nn.Module):
     Args:
         hidden_size: Features of a token.
         num_heads: Query heads.
-        num_kv_heads: Key-value heads, a divisor of ``num_heads``; as many unless told.
-        head_dim: Features of a head; ``hidden_size / num_heads`` unless told.
+        num_kv_heads: Key-value heads, a divisor of ``num_heads``. Defaults to as many.
+        head_dim: Features of a head; defaults to ``hidden_size / num_heads``.
         causal: Whether a token sees none behind it.
         window: How many tokens it sees, its own among them; None for all.
         bias: Whether queries, keys and values have one.
-        out_bias: Whether the last projection has one; as ``bias`` unless told.
+        out_bias: Whether the last projection has one; defaults to ``bias``.
         qk_norm: Epsilon of the RMS norm of each head's queries and keys; None for no norm.
         norm: Makes that norm, from head_dim and epsilon.
         rotary: Turns queries and keys, or None.
-        scale: Of the scores; 1 / sqrt(head_dim) unless told.
+        scale: Of the scores. Defaults to 1 / sqrt(head_dim).
         dropout: Share of the attention weights that training drops.
         layer: The layer's index in a cache.
 

@@ -51,7 +51,7 @@ def project(module: Any, joined: str, x: torch.Tensor, memory: torch.Tensor | No
         module: Has ``joins``, from the joined layer's name to those of its parts.
         joined: That name.
         x: [..., K] for the first part.
-        memory: [..., K] for the others; x unless told. A joined layer computes all parts of both, then.
+        memory: [..., K] for the others. Defaults to x. A joined layer computes all parts of both, then.
     """
     memory = x if memory is None else memory
     layer = getattr(module, joined)

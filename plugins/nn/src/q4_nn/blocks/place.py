@@ -1,4 +1,4 @@
-"""Puts packed or dense matrices in the place of a model's linear layers, those that share their x joined."""
+"""Placement of packed or dense matrices as a model's linear layers, those that share their x joined."""
 
 from __future__ import annotations
 

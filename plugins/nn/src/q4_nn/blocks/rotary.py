@@ -52,7 +52,7 @@ class RopeScaling:
         high_freq_factor: Llama 3's: wavelengths under ``original_context / high_freq_factor`` stay.
         beta_fast: YaRN's: dimensions of more turns than this stay.
         beta_slow: YaRN's: dimensions of fewer turns than this are stretched.
-        attention_factor: What cosine and sine are multiplied by; by YaRN's and LongRoPE's own rule unless told.
+        attention_factor: What cosine and sine are multiplied by; defaults to YaRN's and LongRoPE's own rule.
         mscale: YaRN's, in DeepSeek's form.
         mscale_all_dim: As ``mscale``.
         truncate: Whether YaRN's range of dimensions is rounded outwards.

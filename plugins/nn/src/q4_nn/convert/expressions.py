@@ -1,4 +1,4 @@
-"""What the expressions of one function may stand for: modules and weights by their paths, and texts as globs."""
+"""Values of the expressions of one function: modules and weights by their paths, and texts as globs."""
 
 from __future__ import annotations
 

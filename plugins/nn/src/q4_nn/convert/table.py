@@ -1,4 +1,4 @@
-"""What became of each layer of a model that was converted."""
+"""The table of a conversion: a row for each layer."""
 
 from __future__ import annotations
 

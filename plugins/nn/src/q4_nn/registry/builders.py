@@ -137,8 +137,8 @@ def build_rnn(  # noqa: PLR0913  # one argument per option
         hidden_size: Features of the state.
         cell: ``rnn``, ``lstm`` or ``gru``.
         num_layers: Recurrent layers.
-        embedding: Features of a token; as the state's unless told.
-        outputs: Features of the result; one for each token of the vocabulary unless told.
+        embedding: Features of a token. Defaults to the state's.
+        outputs: Features of the result; defaults to one for each token of the vocabulary.
         last: Whether only the last position gives a result.
         dropout: Share that training drops between recurrent layers.
         format: What its matrices but the embedding train in; None for float.

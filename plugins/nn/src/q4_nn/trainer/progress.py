@@ -15,7 +15,7 @@ class Progress(progress.Progress):
     """Batches done, loss and rate; use it with ``with``.
 
     Args:
-        show: Whether to show anything; where stderr is a terminal unless told.
+        show: Whether to show anything. Defaults to where stderr is a terminal.
     """
 
     def __init__(self, *, show: bool | None) -> None:

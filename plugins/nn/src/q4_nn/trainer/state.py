@@ -1,4 +1,4 @@
-"""Where a training is, and what ends it early."""
+"""The state of a training, and its early end."""
 
 from __future__ import annotations
 
