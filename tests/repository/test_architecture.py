@@ -139,10 +139,11 @@ def _top(item: Import) -> str:
     return item.module.partition(".")[0]
 
 
-def _run_fresh(code: str) -> dict[str, object]:
+def _run_fresh(code: str, **variables: str) -> dict[str, object]:
     """Run code in a new interpreter and return the JSON object that it prints."""
     # Compiled modules are kept, as they are on a user's machine, whatever this shell says.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= variables
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=scaled(120), env=environment)
     answer: dict[str, object] = json.loads(done.stdout)
@@ -255,6 +256,17 @@ loaded = sorted(name for name in sys.modules if name.startswith("q4_") or name i
 print(json.dumps({"loaded": loaded, "cuda": torch.cuda.is_initialized(), "sockets": sockets}))
 """
     assert _run_fresh(code) == {"loaded": [], "cuda": False, "sockets": []}
+
+
+def test_contract_of_programs_is_imported_by_who_uses_it() -> None:
+    """Backends of programs, the kit and the core load without q4-programs; only binding or judging one needs it."""
+    code = """
+import json, sys
+import q4core, q4_cpu_native, q4_dequant_fallback, q4_conformance, q4_conformance.checks
+q4core.default_registry().backends()["cpu-native"]
+print(json.dumps({"loaded": sorted(name for name in sys.modules if name.startswith("q4_programs"))}))
+"""
+    assert _run_fresh(code, Q4_PLUGINS="cpu-native") == {"loaded": []}
 
 
 def test_import_is_quick() -> None:

@@ -363,3 +363,11 @@ def test_a_transposed_parameter_is_an_error() -> None:
     first.weight.data = first.weight.data.t()
     with torch.no_grad(), pytest.raises(q4.LifecycleError, match="resized, moved or freed"):
         program(X)
+
+
+@pytest.mark.parametrize("note", ["linear", {}, {"type": "no such type"}, {"type": []}])
+def test_an_attribute_that_names_no_layer_type_counts_for_nothing(note: Any) -> None:
+    """A module with a note of somebody else's in ``q4_layer`` emits what its class does."""
+    layer = nn.Linear(8, 5)
+    object.__setattr__(layer, "q4_layer", note)
+    check(layer, X)

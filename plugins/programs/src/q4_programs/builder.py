@@ -56,6 +56,7 @@ class ProgramBuilder(Operations):
             EmissionError: It emits nothing.
         """
         label, self._label = self._label, self._labels.get(id(module), self._label)
+        emitter = None
         try:
             emitter = self._emitter(module)
             self.modules.append(module)
@@ -82,8 +83,9 @@ class ProgramBuilder(Operations):
             self.refuse("its forward was replaced")
         if module.training:
             self.refuse("it is in training mode")
-        if (options := vars(module).get("q4_layer")) is not None:
-            named: Any = default_registry().items("q4_layers").get(options["type"])
+        options = vars(module).get("q4_layer")
+        if isinstance(options, dict):
+            named: Any = default_registry().items("q4_layers").get(str(options.get("type")))
             if named is not None and named.emit is not None:
                 return named.emit  # type: ignore[no-any-return]  # a layer type's
         if kind in EMITTERS:
