@@ -149,7 +149,7 @@ def test_readers_go_on_when_the_writer_they_waited_for_gives_up(
         assert late.result(scaled(LONG)) == [0.0] * 4
 
 
-def test_hand_over_wakes_only_whom_it_lets_in(
+def test_passed_turn_wakes_only_whom_it_lets_in(
     threads: concurrent.futures.ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the last reader leaves, the writer goes on, and a reader that waits for that writer sleeps on."""

@@ -18,7 +18,7 @@ NB_MODULE(_native, module) {
         .def(nb::init<const nb::object&, const nb::list&, nb::object, int64_t, int>())
         .def("read", [](nb::object self, nb::object content, nb::object timeout) {
                  return new View(std::move(content), self, nb::cast<Core&>(self), std::move(timeout));
-             }, nb::arg("content"), nb::arg("timeout").none() = nb::none(), nb::rv_policy::take_ownership)
+             }, nb::arg("protocol"), nb::arg("timeout").none() = nb::none(), nb::rv_policy::take_ownership)
         .def("enter", &Core::enter)
         .def("after_fork", &Core::after_fork)
         .def("close", &Core::close)
@@ -32,7 +32,7 @@ NB_MODULE(_native, module) {
         .def("bury", [](Core& self, int64_t dead) { self.checked_cells().bury(dead); })
         .def("poison", [](Core& self) { self.checked_cells().declare(q4::kPoisoned); })
         .def("hold_in_turn", &Core::hold_in_turn)
-        .def("let_go", [](Core& self) { if (self.is_whole()) self.let_go(); })
+        .def("release", [](Core& self) { if (self.is_whole()) self.let_go(); })
         .def("say_kept_out", [](Core& self, bool is_any) { if (self.is_whole()) self.cells().say_kept_out(is_any); })
         .def("keeps_out", [](Core& self) { return self.checked_cells().is_any(q4::kKeptOut); })
         .def("is_readers_turn", [](Core& self) { return self.checked_cells().is_readers_turn(); })
@@ -40,7 +40,6 @@ NB_MODULE(_native, module) {
         .def("wait_readers", [](Core& self, double seconds) { self.wait_for_bit(q4::kReads, seconds); })
         .def("wait_kept_out", [](Core& self, double seconds) { self.wait_for_bit(q4::kKeptOut, seconds); })
         .def("inherit_turn", [](Core& self, int64_t from) { return self.checked_cells().inherit_turn(from); })
-        .def("free_slot", [](Core& self) { return self.checked_cells().free_slot(); })
         .def("token", [](Core& self, int row) { return self.checked_cells().token(row); })
         .def("reads_any", [](Core& self, int row) { return self.checked_cells().reads(row); })
         .def("clear", [](Core& self, int row) { self.checked_cells().clear(row); })

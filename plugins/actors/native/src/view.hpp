@@ -17,7 +17,7 @@ class View {
     }
 
     void enter() {
-        if (stage_ != kNew) ask(content_, names().refuse_again);
+        if (stage_ != kNew) ask(content_, names().raise_again);
         stage_ = kLeft;
         thread_ = core_.thread();
         if (core_.is_in_place) {
@@ -49,8 +49,8 @@ class View {
                 leave_after_a_change(error.is_none());
             }
             if (core_.open() == 0) {
-                if (core_.is_shut) ask(content_, names().let_go);
-                if (core_.is_in_place && is_somebody_writing()) ask(content_, names().hand_over);
+                if (core_.is_shut) ask(content_, names().release);
+                if (core_.is_in_place && is_somebody_writing()) ask(content_, names().pass_turn);
             }
         } else if (stage_ == kInTurn) {
             stage_ = kLeft;
@@ -58,14 +58,14 @@ class View {
             ask(turn_, names().exit, nb::none(), error, nb::none());
         } else if (stage_ == kPutOut) {
             stage_ = kLeft;
-            ask(content_, names().refuse_late, error);
+            ask(content_, names().raise_late, error);
         }
     }
 
     nb::object tensor() {
         if (!alias_.is_valid()) {
             if (stage_ == kInTurn) return attribute(turn_, names().tensor);
-            if (stage_ != kInside) ask(content_, names().refuse_outside, nb::handle(names().tensor));
+            if (stage_ != kInside) ask(content_, names().raise_outside, nb::handle(names().tensor));
             alias_ = ask(base(), names().detach);
         }
         return alias_;
@@ -77,7 +77,7 @@ class View {
         return core_.slot(slot_).tensor;
     }
     int64_t version() const {
-        if (version_ < 0) ask(content_, names().refuse_outside, nb::handle(names().version));
+        if (version_ < 0) ask(content_, names().raise_outside, nb::handle(names().version));
         return version_;
     }
 
@@ -121,7 +121,7 @@ class View {
     }
 
     void look() {
-        ask(content_, names().look);
+        ask(content_, names().poll);
         if (core_.is_shut || !core_.cells().is_own()) throw nb::value_error("it is closed");
     }
 
@@ -147,7 +147,7 @@ class View {
     // It is told while the slot is still held, so that it is told of this version.
     void leave_after_a_change(bool raises) {
         try {
-            ask(content_, names().tell_of_a_change, nb::cast(slot_), nb::cast(version_));
+            ask(content_, names().raise_external_write, nb::object(core_.slot(slot_).tensor), nb::cast(version_));
         } catch (nb::python_error&) {
             leave();
             if (raises) throw;

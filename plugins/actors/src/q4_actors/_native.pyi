@@ -75,18 +75,18 @@ class Core:
 
     # -- reading
 
-    def read(self, content: object, timeout: float | None = None) -> ReadView:
-        """Return a read block; it calls the content back when there is something to tell."""
+    def read(self, protocol: object, timeout: float | None = None) -> ReadView:
+        """Return a read block; it calls the protocol where there is more to do than to read."""
     def is_reading(self, thread: Thread) -> bool:
         """Return whether the thread is in a read block that did not wait."""
     def reclaim(self) -> int:
-        """Put out readers whose threads have ended, and return how many."""
+        """Evict readers whose threads have ended, and return how many."""
     def is_untouched(self, slot: int, version: int) -> bool:
         """Return whether no alias in this process has changed that version since it was first seen here."""
     def hold_in_turn(self, again: bool) -> bool:
         """Hold the slot for blocks that the caller counts, unless it is barred; ``again``: by a thread that reads."""
-    def let_go(self) -> None:
-        """Let those blocks go, if they hold it."""
+    def release(self) -> None:
+        """End that hold, if there is one."""
     def say_kept_out(self, is_any: bool) -> None:
         """Say whether readers of this process wait for a writer to end."""
     def keeps_out(self) -> bool:

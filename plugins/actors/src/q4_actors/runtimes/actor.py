@@ -1,4 +1,4 @@
-"""``Actor`` and ``ActorRef``: what a user writes, what others hold of it, and an actor's life with its restarts."""
+"""``Actor``, which a user writes, its reference ``ActorRef``, and its life with its restarts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Actor:
     arguments, after each failure: what is to outlive one belongs in a shared tensor.
 
     Attributes:
-        name: As ``spawn`` was told; from ``on_start`` on.
+        name: What ``spawn`` was given; from ``on_start`` on.
     """
 
     name: str
@@ -110,7 +110,7 @@ class ActorRef(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, *, timeout: float | None = None) -> None:
-        """Let the actor handle what it was sent so far, and end; an actor that is dead already is let be.
+        """Let the actor handle what it was sent so far, and end; nothing happens to one that is dead already.
 
         Args:
             timeout: Seconds to wait for its end. A process, or an actor of Ray's, is killed then.
@@ -137,7 +137,7 @@ class ActorRef(abc.ABC):
 
         Raises:
             ActorDeadError: It is dead.
-            ActorError: This process did not spawn it, or the system does not tell (outside Linux).
+            ActorError: This process did not spawn it, or the system has no such figures (outside Linux).
         """
 
     @abc.abstractmethod
@@ -264,7 +264,7 @@ class Life:
         return None
 
     def stop(self) -> None:
-        """Say good-bye."""
+        """Call ``on_stop``, and report the end."""
         try:
             self._actor.on_stop()
         except PLUGIN_FAULTS as error:

@@ -1,4 +1,4 @@
-"""What can go wrong between actors; each error names the actor."""
+"""Errors between actors; each names the actor."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class Post:
             (self.folder / frame.file).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of everything; the maker removes the folder."""
+        """Close everything; the maker removes the folder."""
         for file in (*self._open.values(), self._lock):
             os.close(file)
         self._open = {}

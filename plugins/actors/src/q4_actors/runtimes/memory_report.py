@@ -26,7 +26,7 @@ class ActorMemory:
 
 
 def memory_of(pid: int | None = None) -> ActorMemory:
-    """Return the memory of a process, this one unless told; an ``OSError`` if it is gone, or this is not Linux."""
+    """Return the memory of a process; defaults to this one. An ``OSError`` if it is gone, or this is not Linux."""
     pid = os.getpid() if pid is None else pid
     found = dict.fromkeys(("Private", "Shared"), 0)
     for line in pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]:

@@ -96,7 +96,7 @@ class Processes:
         (self._post.folder / f"segment-{name}").touch(mode=0o600)
 
     def close(self) -> None:
-        """Let go of the mailboxes, once every actor has ended."""
+        """Close the mailboxes, once every actor has ended."""
         self._is_closing = True
         self._wake()
         self._thread.join()

@@ -93,7 +93,7 @@ class _Host:
         self._ended.set()
 
     def stay(self) -> None:
-        """Return when it was stopped: so that its end without that is told by Ray."""
+        """Return when it was stopped: so that Ray reports any other end."""
         self._ended.wait()
 
     def status(self) -> tuple[str, str]:

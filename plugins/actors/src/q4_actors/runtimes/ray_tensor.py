@@ -132,7 +132,7 @@ class RayTensor(MutableTensor):
         raise q4.LifecycleError(f"{self._protocol.label} is not poisoned")
 
     def close(self) -> None:
-        """Let go of it in this process; the system that made it ends it for all."""
+        """Close it in this process; the system that made it ends it for all."""
         self._is_closed = True
 
     def call(self, method: str, *arguments: Any) -> Any:

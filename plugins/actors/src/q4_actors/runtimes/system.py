@@ -54,7 +54,7 @@ class ActorSystem:
         when_dead: What the system does when an actor is dead after failures: ``"go_on"``, or ``"stop"`` all others.
         resume: A checkpoint. Tensors that ``mutable`` makes begin with its contents and versions.
         ray_options: What Ray's ``options`` takes for each actor: resources, or the strategy of a placement group.
-            Actors are spread over the nodes unless told.
+            Defaults to actors that are spread over the nodes.
 
     Raises:
         ConfigError: An argument is not legal, or the runtime is not installed here.
@@ -100,7 +100,7 @@ class ActorSystem:
         Args:
             kind: A subclass of ``Actor``.
             *args: What it is made with, now and after each failure. Processes and Ray pickle it, as ``kind``.
-            name: For messages, events and reports; class and number unless told.
+            name: For messages, events and reports. Defaults to class and number.
             **named: As ``args``.
 
         Raises:

@@ -52,8 +52,8 @@ class SharedWeight:
         form, into memory of this process: the event ``q4.actor.prepared`` tells so, and why.
 
         Args:
-            session: Whose layer it becomes; the default session unless told.
-            name: For messages and reports; the shared one's unless told.
+            session: Whose layer it becomes. Defaults to the default session.
+            name: For messages and reports. Defaults to the shared one's.
 
         Raises:
             LifecycleError: The memory is gone; or the weight can't be taken up here, and was shared without its
@@ -75,7 +75,7 @@ class SharedWeight:
         return owner.linear(spec.build(rest, name=name or self.name), bias, name=name)
 
     def close(self) -> None:
-        """Let the memory go; layers that were made keep it. Closing twice is allowed."""
+        """Release the memory; layers that were made keep it. Closing twice is allowed."""
         self._where.close()
 
 

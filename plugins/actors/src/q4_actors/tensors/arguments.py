@@ -1,4 +1,4 @@
-"""What a ``MutableTensor`` is given: its mode, a name, contents and times, each checked."""
+"""Arguments of a ``MutableTensor``: its mode, a name, contents and times, each checked."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ import torch
 
 from q4core import ConfigError, InputError
 
-__all__ = [
-    "MAX_VERSION",
-    "MutableMode",
-    "check_content",
-    "check_version",
-    "label_of",
-    "to_mode",
-    "to_seconds",
-]
+__all__ = ["MAX_VERSION", "MutableMode", "check_content", "check_version", "label_of", "to_mode", "to_seconds"]
 
 MAX_VERSION = 2**55 - 1
 """The last version: the word by which processes publish it has 8 bits for the slot, and a sign."""
@@ -60,7 +52,7 @@ def _is_copied(dtype: torch.dtype) -> bool:
 
 
 def check_content(label: str, tensor: torch.Tensor, *, copy: bool) -> None:
-    """Refuse a tensor that can't be shared; one that is taken uncopied must tell its changes as well."""
+    """Refuse a tensor that can't be shared; one that is taken uncopied must count its changes as well."""
     if not isinstance(tensor, torch.Tensor):
         raise InputError(label, name="tensor", rule="a tensor", value=type(tensor).__name__)
     if tensor.is_nested:

@@ -38,7 +38,7 @@ class ReadView(ReadTicket):
             LifecycleError: The block has ended, or was never entered.
         """
         if self._alias is None:
-            self._content.refuse_outside("tensor")
+            self._content.raise_outside("tensor")
         return self._alias
 
     @property
@@ -51,12 +51,12 @@ class ReadView(ReadTicket):
         try:
             return self.number
         except AttributeError:  # not yet
-            self._content.refuse_outside("version")
+            self._content.raise_outside("version")
 
     def __enter__(self) -> Self:
         """Begin to read."""
         if hasattr(self, "thread"):
-            self._content.refuse_again()
+            self._content.raise_again()
         self.thread = HERE.thread
         try:
             self._alias = self._content.begin_read(self)
@@ -100,7 +100,7 @@ class WriteBlock(WriteTicket):
     def __enter__(self) -> torch.Tensor:
         """Begin to write."""
         if hasattr(self, "thread"):
-            self._content.refuse_again()
+            self._content.raise_again()
         self.thread = HERE.thread
         try:
             return self._content.begin_write(self)

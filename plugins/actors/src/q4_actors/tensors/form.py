@@ -14,19 +14,7 @@ from q4core import LifecycleError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "CAUSE",
-    "CLOSED",
-    "CURRENT",
-    "MAX_RANK",
-    "MAX_SLOTS",
-    "PAGE",
-    "ROWS",
-    "START",
-    "TAINTED",
-    "WRITER",
-    "Form",
-]
+__all__ = ["CAUSE", "CLOSED", "CURRENT", "MAX_RANK", "MAX_SLOTS", "PAGE", "ROWS", "START", "TAINTED", "WRITER", "Form"]
 
 MAGIC = b"q4mutabl"
 LAYOUT = 4

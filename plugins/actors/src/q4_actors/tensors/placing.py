@@ -31,17 +31,17 @@ def mutable(  # noqa: PLR0913  # the options of one call
     """Return a ``MutableTensor`` with a copy of a tensor, placed as a unified-memory policy says.
 
     Where a provider promotes it and can show both sides of its memory, an ``IN_PLACE`` tensor is read and written on
-    either: ``read(device="cpu")``, ``write(device="cuda")``. The tensor's ``placement`` tells what was done, and why.
+    either: ``read(device="cpu")``, ``write(device="cuda")``. The tensor's ``placement`` says what was done, and why.
 
     Args:
         tensor: The first content: strided, on CPU or CUDA, of any dtype and shape. It is detached and copied once.
-        unified_memory: What is asked for; unless told, that of ``q4.using``, else of ``Q4_UNIFIED_MEMORY``, else
+        unified_memory: What is asked for. Defaults to that of ``q4.using``, else of ``Q4_UNIFIED_MEMORY``, else
             ``DISABLED``.
-        device: Who computes; unless told, that of ``q4.using``, else of ``Q4_DEVICE``, else the tensor's own.
-        mode: How an update and its readers are kept apart; unless told, ``IN_PLACE`` where the tensor was promoted,
+        device: Who computes. Defaults to that of ``q4.using``, else of ``Q4_DEVICE``, else the tensor's own.
+        mode: How an update and its readers are kept apart. Defaults to ``IN_PLACE`` where the tensor was promoted,
             whose address then stays, and else ``VERSIONED``.
         name: For messages.
-        providers: Who is asked for managed memory; the installed plugins' unless told.
+        providers: Who is asked for managed memory. Defaults to the installed plugins'.
         version: The number of the first content.
 
     Raises:

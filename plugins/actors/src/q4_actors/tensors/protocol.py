@@ -202,7 +202,7 @@ class ThreadProtocol(State):
                 finally:
                     self.release_read(view)
         if is_late:
-            self.refuse_late(error)
+            self.raise_late(error)
 
     # -- writing
 
@@ -277,7 +277,7 @@ class ThreadProtocol(State):
         with self.lock:
             if self.gate.writer is not block:  # it was evicted, and counted as a failure
                 block.is_admitted = False
-                self.refuse_late(error)
+                self.raise_late(error)
                 return
             is_published = False
             try:

@@ -143,11 +143,7 @@ class RWLock:
             ticket.bell.notify()
 
     def _wait(
-        self,
-        ticket: Ticket,
-        queue: collections.deque[Ticket],
-        timeout: float | None,
-        check: Callable[[], object],
+        self, ticket: Ticket, queue: collections.deque[Ticket], timeout: float | None, check: Callable[[], object]
     ) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
         ticket.bell = threading.Condition(self.lock)

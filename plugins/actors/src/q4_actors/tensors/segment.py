@@ -2,7 +2,7 @@
 
 A file in ``/dev/shm``: one page of header, the processes' rows, then the slots, each on pages of its own. It gets its
 name only once it is complete, and every process that uses it holds a shared lock, so that a segment without users can
-be told and removed.
+be recognised and removed.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Segment:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             hint = "Give what SharedMutableTensor.segment says."
             raise ConfigError(label, name="segment", rule=f"a name like {NAME.pattern}", value=name, hint=hint)
-        hint = "Its maker has closed it, let it go or ended. Keep the maker's tensor while others may attach."
+        hint = "Its maker has closed it, dropped it or ended. Keep the maker's tensor while others may attach."
         gone = LifecycleError(f"{label}: segment {name} has vanished", hint=hint)
         try:
             file = os.open(FOLDER / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -108,11 +108,7 @@ class SharedMutableTensor(MutableTensor):
             lengths = None if shape is None else tuple(shape)
         except TypeError:
             raise ConfigError(label, name="shape", rule="lengths, one for each dimension", value=shape) from None
-        wanted = {
-            "mode": None if mode is None else to_mode(label, mode),
-            "dtype": dtype,
-            "shape": lengths,
-        }
+        wanted = {"mode": None if mode is None else to_mode(label, mode), "dtype": dtype, "shape": lengths}
         _extension(label)
         joined = Segment.attach(label, segment)
         for what, rule in wanted.items():
@@ -176,10 +172,5 @@ def _extension(label: str) -> ModuleType:
         raise ConfigError(text, hint=hint) from error
 
 
-def _attached(
-    cls: type[SharedMutableTensor],
-    segment: str,
-    name: str | None,
-    form: Form,
-) -> SharedMutableTensor:
+def _attached(cls: type[SharedMutableTensor], segment: str, name: str | None, form: Form) -> SharedMutableTensor:
     return cls.attach(segment, name=name, mode=form.mode, dtype=form.dtype, shape=form.shape)

@@ -132,35 +132,27 @@ class ShmProtocol(ThreadProtocol):
 
     # -- what the extension module calls
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look why a reader may not be let in, and raise; or do what makes it possible."""
         self._notice_fork()
         with self.lock:
             self.check_waiting()
 
-    def tell_of_a_change(self, slot: int, version: int) -> NoReturn:
-        """Raise, since a version was changed outside ``write()``."""
-        self.raise_external_write(self.segment.slots[slot], version)
-
     def read_in_turn(self, timeout: float | None) -> ReadView:
         """Return a block that waits, and raises what is in its way; for ``IN_PLACE``."""
         return ReadView(self, timeout)
 
-    def hand_over(self) -> None:
+    def pass_turn(self) -> None:
         """Let in a writer of this process after the last reader."""
         with self.lock:
             self.gate.pass_turn()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give everything back after the last reader of a closed handle."""
         with self.lock:
             self.dispose()
 
     # -- what this process holds
-
-    def is_inside(self, thread: Thread) -> bool:
-        """Return whether a thread is in a block."""
-        return self.gate.is_writing(thread) or self.gate.is_reading(thread)
 
     def reclaim(self) -> None:
         """Take back what threads of this process that have ended hold; of processes that ended, the kernel does it."""
@@ -368,7 +360,7 @@ def _after_thread(thread: Thread) -> None:
             continue
         if protocol.lock.acquire(timeout=LONGEST_LOOK_S):
             try:
-                if protocol.is_inside(thread):
+                if protocol.gate.is_writing(thread) or protocol.gate.is_reading(thread):
                     with contextlib.suppress(LifecycleError):
                         protocol.reclaim()
             finally:

@@ -112,9 +112,7 @@ class State:
         """Raise, since a block's time ran out."""
         self.raise_conflict(f"could not be {what} within {timeout} s: {who}", "Wait longer, or hold blocks shorter.")
 
-    # The next three have the names by which the extension module calls them.
-
-    def refuse_late(self, error: BaseException | None) -> None:
+    def raise_late(self, error: BaseException | None) -> None:
         """Raise, since a block was evicted before it was left, unless it is left by an error of its own."""
         if error is None:
             text = f"a with block of {self.label} was left after its thread had ended, or in a forked child"
@@ -123,12 +121,12 @@ class State:
             )
             raise LifecycleError(text, hint=hint)
 
-    def refuse_again(self) -> NoReturn:
+    def raise_again(self) -> NoReturn:
         """Raise, since a block is entered once."""
         hint = "Call read() or write() each time."
         raise LifecycleError(f"this with block of {self.label} was entered before", hint=hint)
 
-    def refuse_outside(self, name: str) -> NoReturn:
+    def raise_outside(self, name: str) -> NoReturn:
         """Raise, since a view is used outside its block."""
         hint = "Take a snapshot() for what must last longer."
         raise LifecycleError(f"view.{name} of {self.label} is used outside its with block", hint=hint)

@@ -43,7 +43,7 @@ class Streams(Protocol):
         ...
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Keep the memory, once it is let go, until the stream has passed what is queued by then."""
+        """Keep the memory, once it is released, until the stream has passed what is queued by then."""
         ...
 
     def synchronise(self) -> None:
@@ -56,7 +56,7 @@ class TorchStreams:
 
     Args:
         device: A CUDA device.
-        keep: Told of each stream that uses a tensor, by its handle; torch's own allocator unless told.
+        keep: Called for each stream that uses a tensor, with its handle. Defaults to torch's own allocator.
     """
 
     def __init__(self, device: torch.device, keep: Callable[[torch.Tensor, int], object] | None = None) -> None:

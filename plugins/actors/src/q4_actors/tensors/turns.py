@@ -94,7 +94,7 @@ class Turns:
         if view in self.inside:
             self.inside.remove(view)
             if not self.inside:
-                self._cells.let_go()
+                self._cells.release()
 
     # -- writing
 
