@@ -15,7 +15,7 @@ from q4_actors.tensors.backoff import Backoff
 from q4_actors.tensors.rwlock import LOOK_INTERVAL_S
 from q4_actors.tensors.state import State, mark_of
 from q4_actors.tensors.tickets import HERE
-from q4core import InputError, LifecycleError, PoisonedError, default_registry
+from q4core import LifecycleError, PoisonedError, default_registry
 from q4core.memory import detached_copy
 from q4core.plugin_api import describe_exception
 
@@ -299,23 +299,6 @@ class ThreadProtocol(State):
             self.check()
         if problem is not None and problem is not error:
             raise problem
-
-    def check_form(self, block: WriteTicket, work: torch.Tensor, alias: torch.Tensor) -> None:
-        """Refuse an update that changed more than values."""
-        extent = None if block.extent is None else work.untyped_storage().nbytes()
-        if alias.is_set_to(work) and (work.data_ptr(), extent) == (block.address, block.extent):
-            return
-        wanted = (self.shape, self.dtype, work.stride(), block.address, block.extent)
-        found = (alias.shape, alias.dtype, alias.stride(), alias.data_ptr(), extent)
-        for name, rule, got in zip(("shape", "dtype", "stride", "address", "bytes"), wanted, found, strict=True):
-            if rule != got:
-                raise InputError(
-                    f"update of {self.label}",
-                    name=name,
-                    rule=f"left as it is ({rule})",
-                    value=got,
-                    hint="Change values only, or use replace(tensor).",
-                )
 
     def publish(self, block: WriteTicket, work: torch.Tensor) -> bool:
         """Make ``work`` the newest version, and give all back; not if it was closed or poisoned meanwhile."""

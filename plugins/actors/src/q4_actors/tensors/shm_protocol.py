@@ -16,7 +16,7 @@ import torch
 from q4_actors.tensors.arguments import MAX_VERSION, MutableMode
 from q4_actors.tensors.backoff import Backoff
 from q4_actors.tensors.blocks import ReadView
-from q4_actors.tensors.form import CLOSED, CURRENT, WRITER
+from q4_actors.tensors.form import CLOSED, CURRENT
 from q4_actors.tensors.liveness import Liveness
 from q4_actors.tensors.protocol import PROTOCOLS, ThreadProtocol
 from q4_actors.tensors.slots import HEALTHY, Slots
@@ -36,8 +36,6 @@ __all__ = ["ShmProtocol"]
 LONGEST_LOOK_S = 1.0
 VERSION_SLEEP_S = 0.01
 """Who waits for a version is woken; if the process that would wake it is killed just before, it looks by itself."""
-LOOKS_FOR_A_SLOT = 5
-"""How often a writer that won't wait looks for a free slot: a reader that comes too late holds one for an instant."""
 
 
 class ShmProtocol(ThreadProtocol):
@@ -67,7 +65,7 @@ class ShmProtocol(ThreadProtocol):
     def renew(self) -> None:
         """Begin with nobody inside."""
         super().renew()
-        self.turns = Turns(self.cells, self.liveness, is_in_place=self.is_in_place)
+        self.turns = Turns(self.segment, self.cells, self.liveness)
 
     def after_fork(self) -> None:
         """Begin anew in a child: what its parent's threads hold is the parent's."""
@@ -289,7 +287,7 @@ class ShmProtocol(ThreadProtocol):
                             self.liveness.clear_dead_readers()
                 yields = False
             elif found in {TAKEN, IN_USE}:
-                self._pause(block, found, backoff)
+                self.turns.pause(self, block, found, backoff)
             with self.lock:
                 (self.check_healing if block.healing else self.check_waiting)()
                 if found == LOOK:
@@ -305,24 +303,6 @@ class ShmProtocol(ThreadProtocol):
         slot = 0 if self.is_in_place else self.segment.words[CURRENT] & 255
         if not block.healing and not self.cells.is_untouched(slot, self.version):
             self.raise_external_write(self.segment.slots[slot], self.version)
-
-    def _pause(self, block: WriteTicket, found: int, backoff: Backoff) -> None:
-        """Sleep until there may be a change, or raise if the block won't wait for it, or has no time left."""
-        is_impatient = not (block.wait or block.healing)
-        writer = f"process {self.segment.words[WRITER]}"
-        count = len(self.segment.slots)
-        held = f"readers of old versions hold {count - 1} of {count} slots"
-        pause = backoff.next()
-        with self.lock:
-            if found == TAKEN and is_impatient:
-                self.raise_conflict(f"is being written by {writer}", "Use write(wait=True), or retry.")
-            if found == IN_USE and is_impatient and not self.is_in_place and backoff.count > LOOKS_FOR_A_SLOT:
-                hint = "Hold reads shorter, make the tensor with more slots, or use write(wait=True)."
-                self.raise_conflict(f"has no room for a new version: {held}", hint)
-            if pause is None:
-                who = f"{writer} writes" if found == TAKEN else "readers are there" if self.is_in_place else held
-                self.raise_timeout("written", block.timeout, who)
-        self.turns.sleep(found, pause)
 
     def end_write(self, block: WriteTicket, error: BaseException | None) -> None:
         """Publish the update, or drop it, or poison the content; then let the block out."""

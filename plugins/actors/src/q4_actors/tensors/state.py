@@ -6,11 +6,13 @@ import threading
 from typing import TYPE_CHECKING, NoReturn
 
 from q4_actors.tensors.rwlock import RWLock
-from q4core import LifecycleError, PoisonedError, WriteConflictError
+from q4core import InputError, LifecycleError, PoisonedError, WriteConflictError
 from q4core.memory import provider_of
 
 if TYPE_CHECKING:
     import torch
+
+    from q4_actors.tensors.tickets import WriteTicket
 
 __all__ = ["State", "mark_of"]
 
@@ -79,6 +81,23 @@ class State:
             self.raise_closed()
         if self.poison is not None:
             self.raise_poisoned(self.poison, self.version, "Give it new content with reset(tensor).")
+
+    def check_form(self, block: WriteTicket, work: torch.Tensor, alias: torch.Tensor) -> None:
+        """Refuse an update that changed more than values."""
+        extent = None if block.extent is None else work.untyped_storage().nbytes()
+        if alias.is_set_to(work) and (work.data_ptr(), extent) == (block.address, block.extent):
+            return
+        wanted = (self.shape, self.dtype, work.stride(), block.address, block.extent)
+        found = (alias.shape, alias.dtype, alias.stride(), alias.data_ptr(), extent)
+        for name, rule, got in zip(("shape", "dtype", "stride", "address", "bytes"), wanted, found, strict=True):
+            if rule != got:
+                raise InputError(
+                    f"update of {self.label}",
+                    name=name,
+                    rule=f"left as it is ({rule})",
+                    value=got,
+                    hint="Change values only, or use replace(tensor).",
+                )
 
     def raise_closed(self) -> NoReturn:
         """Raise, since it is closed, or another process's."""

@@ -8,11 +8,14 @@ import time
 from typing import TYPE_CHECKING
 
 from q4_actors.tensors.backoff import LONGEST_SLEEP_S, Backoff
+from q4_actors.tensors.form import WRITER
 from q4_actors.tensors.rwlock import RWLock
 
 if TYPE_CHECKING:
     from q4_actors._native import Core
     from q4_actors.tensors.liveness import Liveness
+    from q4_actors.tensors.segment import Segment
+    from q4_actors.tensors.state import State
     from q4_actors.tensors.tickets import ReadTicket, Thread, Ticket, WriteTicket
 
 __all__ = ["IN_USE", "LOOK", "READERS_FIRST", "READERS_TURN_S", "TAKEN", "SharedRWLock", "Turns"]
@@ -21,6 +24,8 @@ READERS_TURN_S = 2.4 * LONGEST_SLEEP_S
 """How long an ``IN_PLACE`` writer lets readers of other processes go first: they sleep less between two looks."""
 TAKEN, IN_USE, LOOK, CUT, READERS_FIRST = range(-1, -6, -1)
 """Why an update can't begin yet: another writer has the turn; readers; a closer look; a cut file; readers that wait."""
+LOOKS_FOR_A_SLOT = 5
+"""How often a writer that won't wait looks for a free slot: a reader that comes too late holds one for an instant."""
 
 
 class SharedRWLock(RWLock):
@@ -51,13 +56,13 @@ class Turns:
     """The turns that this process has or waits for. Anew after a fork, since a child has none.
 
     Args:
+        segment: The memory.
         cells: This process's part in the segment.
         liveness: Which processes live.
-        is_in_place: Whether readers and the writer keep each other out.
     """
 
-    def __init__(self, cells: Core, liveness: Liveness, *, is_in_place: bool) -> None:
-        self._cells, self._liveness, self._is_in_place = cells, liveness, is_in_place
+    def __init__(self, segment: Segment, cells: Core, liveness: Liveness) -> None:
+        self._segment, self._cells, self._liveness = segment, cells, liveness
         self.process = os.getpid()
         self.inside: set[ReadTicket] = set()
         """``IN_PLACE``: blocks that waited, and that now hold the slot for this process."""
@@ -113,15 +118,28 @@ class Turns:
         self._cells.unmark()  # unless something was written, and published or poisoned
         self._cells.end_turn()
 
-    def sleep(self, obstacle: int, seconds: float) -> None:
-        """Sleep until what is in the way of an update may have changed, or for so long."""
+    def pause(self, state: State, block: WriteTicket, obstacle: int, backoff: Backoff) -> None:
+        """Sleep until there may be a change, or raise if the block won't wait for it, or has no time left."""
+        is_impatient, is_in_place = not (block.wait or block.healing), state.is_in_place
+        writer, count = f"process {self._segment.words[WRITER]}", len(self._segment.slots)
+        held = f"readers of old versions hold {count - 1} of {count} slots"
+        pause = backoff.next()
+        with state.lock:
+            if obstacle == TAKEN and is_impatient:
+                state.raise_conflict(f"is being written by {writer}", "Use write(wait=True), or retry.")
+            if obstacle == IN_USE and is_impatient and not is_in_place and backoff.count > LOOKS_FOR_A_SLOT:
+                hint = "Hold reads shorter, make the tensor with more slots, or use write(wait=True)."
+                state.raise_conflict(f"has no room for a new version: {held}", hint)
+            if pause is None:
+                who = f"{writer} writes" if obstacle == TAKEN else "readers are there" if is_in_place else held
+                state.raise_timeout("written", block.timeout, who)
         with contextlib.suppress(ValueError):  # it was closed meanwhile
             if obstacle == TAKEN:
-                self._cells.wait_turn(seconds)
-            elif self._is_in_place:
-                self._cells.wait_readers(seconds)
+                self._cells.wait_turn(pause)
+            elif is_in_place:
+                self._cells.wait_readers(pause)
             else:
-                time.sleep(seconds)
+                time.sleep(pause)
 
     def await_readers(self) -> bool:
         """Let readers that wait go first, for a time; return whether some still wait then."""
