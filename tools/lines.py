@@ -14,7 +14,7 @@ SUFFIXES = {".py", ".cpp", ".c", ".h", ".hpp", ".cu", ".cuh"}
 NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
     "q4core": 13_900,
-    "plugins/actors": 6_700,
+    "plugins/actors": 6_650,
     "plugins/cli": 2_400,
     "plugins/cpu-native": None,
     "plugins/dequant-fallback": None,
@@ -40,7 +40,7 @@ BUDGETS: dict[str, int | None] = {
 }
 """Folder → the most lines that its source may have, ``None`` without a budget. Decision 0024 has the reasons.
 
-Those of the core, actors and the kit are provisional, until the parts named there have moved.
+Those of the core and the kit are provisional, until the parts named there have moved.
 """
 
 
