@@ -95,7 +95,8 @@ def read_page(path: str | Path) -> Page:
         hint = "Name a certificate.md or report.md that `q4 conform NAME --report DIR` wrote."
         raise _refusal(path, "page", "one that tells the hash of the verdicts", "none", hint)
     formats = head[1].split(" | ")
-    rows = [row.strip("|").split("|") for row in _ROW.findall(text)]
+    matrix = text[head.end() :].partition("\n\n")[0]
+    rows = [row.strip("|").split("|") for row in _ROW.findall(matrix)]
     cells = {(row[0].strip(), name): cell.strip() for row in rows for name, cell in zip(formats, row[2:], strict=False)}
     return Page(found[1], int(counts[1]), cells)
 
