@@ -160,14 +160,15 @@ def test_placing_refuses_what_it_does_not_know() -> None:
         provider.place(torch.zeros(4), device=CPU)
 
 
-def test_a_recycled_storage_object_is_not_mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch may make an ordinary storage where one of ours was, while our memory lives on: its address tells."""
-    provider = pretend().provider
-    tensor = provider.empty((4,), torch.float32, CUDA)
-    key = tensor.untyped_storage()._cdata
-    monkeypatch.setattr("q4_um_managed.ownership.storage_of", lambda _: key)
-    assert provider.placement_of(tensor) is not None
-    assert provider.placement_of(torch.zeros(4)) is None
-    with pytest.raises(q4.InputError):
-        provider.free(torch.zeros(4))
-    assert provider.stats().in_use_bytes == 4096
+def test_memory_of_another_provider_is_not_mistaken() -> None:
+    """Each provider knows its own memory, also through views, and no other's; the note goes with the memory."""
+    own, other = pretend().provider, pretend().provider
+    tensor = own.empty((4,), torch.float32, CUDA)
+    assert own.placement_of(tensor[1:].detach()) is not None
+    assert other.placement_of(tensor) is None
+    for foreign in (tensor, torch.zeros(4)):
+        with pytest.raises(q4.InputError):
+            other.free(foreign)
+    del tensor, foreign
+    assert own.stats().in_use_bytes == 0
+    assert own.placement_of(torch.zeros(4)) is None

@@ -30,7 +30,7 @@ class Block:
         device: Whose it is.
         is_pinned: Whether it is pinned host memory; managed otherwise.
         events: By stream, the one behind the device work that may still use it.
-        is_unsure: Whether only waiting for the whole device tells that it is free.
+        is_unsure: Whether only waiting for the whole device shows that it is free.
         is_captured: Whether it came back while a graph was captured, whose replays may use it.
         is_of_host: Whether it comes out of the host's memory: pinned, or an integrated GPU's.
         is_backed: Whether the driver counts it as used; it does so from the first touch on.
@@ -61,13 +61,13 @@ class PoolStats:
     """What a pool holds and has done.
 
     Args:
-        in_use_bytes: In somebody's hands, rounded sizes.
+        in_use_bytes: In use, rounded sizes.
         cached_bytes: Kept for the next.
         allocations: Blocks that the driver gave.
         frees: Blocks that the driver got back; each waited for the device.
         reuses: Blocks that went out again.
         lost: Blocks that the driver refused to take back.
-        unbacked_bytes: Of the first two, what nobody has touched, as far as is known.
+        unbacked_bytes: Of the first two, untouched, as far as is known.
         hints_refused: How often the driver did not move new memory to its device.
     """
 

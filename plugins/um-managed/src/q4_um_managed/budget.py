@@ -38,7 +38,7 @@ class Room:
         free_bytes: What it says is free.
         total_bytes: What there is.
         headroom_bytes: What stays free.
-        unbacked_bytes: What was handed out and counts as free still, since nobody has touched it.
+        unbacked_bytes: What was handed out and counts as free still, since it is untouched.
     """
 
     source: str
@@ -54,13 +54,13 @@ class Room:
 
 
 def host_memory(limits: Callable[[], tuple[int, int, str] | None] = group_memory) -> tuple[int, int, str]:
-    """Return the host's available and whole memory, in bytes, and who said so: the kernel, or a control group's limit.
+    """Return the host's available and whole memory, in bytes, and the source: the kernel, or a control group's limit.
 
     Args:
         limits: Gives what control groups leave, or None.
 
     Raises:
-        UnifiedMemoryError: It tells neither.
+        UnifiedMemoryError: It reports neither.
     """
     found: dict[str, int] = {}
     try:
@@ -80,7 +80,7 @@ class Budget:
 
     Args:
         driver: CUDA's runtime.
-        host: Gives the host's available and whole memory, and who said so.
+        host: Gives the host's available and whole memory, and the source of the counts.
     """
 
     def __init__(self, driver: Driver, host: Callable[[], tuple[int, int, str]] = host_memory) -> None:

@@ -42,24 +42,24 @@ def reads_system_memory(attributes: Mapping[str, int]) -> str | None:
     return None
 
 
-def choose(attributes: Mapping[str, int], *, wish: str = "auto", is_readable_in_place: bool = False) -> Placement:
+def choose(attributes: Mapping[str, int], *, wanted: str = "auto", is_readable_in_place: bool = False) -> Placement:
     """Return where a tensor goes.
 
     Args:
         attributes: The device's.
-        wish: ``"auto"``, or ``"managed"``, ``"pageable"``, ``"pinned"``: obeyed or refused.
+        wanted: ``"auto"``, or ``"managed"``, ``"pageable"``, ``"pinned"``: obeyed or refused.
         is_readable_in_place: Whether the tensor lies in system memory in a way that a GPU could read.
 
     Raises:
-        UnifiedMemoryError: The device's attributes allow none, or not the one that was wished for.
+        UnifiedMemoryError: The device's attributes allow none, or not the one that is wanted.
     """
     reader = reads_system_memory(attributes)
-    if wish in {"auto", "pageable"} and is_readable_in_place and (reader or _is_wished(wish, attributes)):
+    if wanted in {"auto", "pageable"} and is_readable_in_place and (reader or _is_wanted(wanted, attributes)):
         return Placement("pageable", f"{reader or 'pageableMemoryAccess'}=1")
-    if wish in {"auto", "managed"} and attributes.get("managedMemory"):
+    if wanted in {"auto", "managed"} and attributes.get("managedMemory"):
         name = "concurrentManagedAccess"
         return Placement("managed", f"{name}=1" if attributes.get(name) else f"managedMemory=1, {name}=0")
-    if wish in {"auto", "pinned"} and attributes.get("canMapHostMemory") and attributes.get("unifiedAddressing"):
+    if wanted in {"auto", "pinned"} and attributes.get("canMapHostMemory") and attributes.get("unifiedAddressing"):
         return Placement("pinned", "canMapHostMemory=1")
     rules = {
         "managed": "of a device with managedMemory=1",
@@ -69,12 +69,12 @@ def choose(attributes: Mapping[str, int], *, wish: str = "auto", is_readable_in_
     raise UnifiedMemoryError(
         "unified memory",
         name="placement",
-        rule=rules.get(wish, "possible: managed, pageable or pinned memory"),
-        value=wish,
+        rule=rules.get(wanted, "possible: managed, pageable or pinned memory"),
+        value=wanted,
         hint="Leave the placement to 'auto', or ask for PREFER_UNIFIED.",
         attributes=attributes,
     )
 
 
-def _is_wished(wish: str, attributes: Mapping[str, int]) -> bool:
-    return wish == "pageable" and bool(attributes.get("pageableMemoryAccess"))
+def _is_wanted(wanted: str, attributes: Mapping[str, int]) -> bool:
+    return wanted == "pageable" and bool(attributes.get("pageableMemoryAccess"))

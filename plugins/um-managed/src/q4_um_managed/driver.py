@@ -55,7 +55,7 @@ class TorchSide:
         Raises:
             DriverFaultError: torch made a copy.
         """
-        # torch asks the driver where a pointer lives unless it is told the device with its number.
+        # torch asks the driver where a pointer lives unless it is given the device with its number.
         tensor = torch.as_tensor(_Exported(owner, address, size), device=torch.device("cuda", device))
         if tensor.data_ptr() != address:
             raise DriverFaultError(f"torch.as_tensor copied {size} bytes instead of looking at them")

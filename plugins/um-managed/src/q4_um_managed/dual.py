@@ -42,7 +42,7 @@ class DualView:
         driver: CUDA's runtime.
         device: The device's number.
         attributes: Its attributes.
-        lease: The memory of both, told of each stream that uses it.
+        lease: The memory of both, which records each stream that uses it.
         is_concurrent: Whether both sides may be used at once.
     """
 
@@ -144,7 +144,7 @@ class DualView:
 
     @contextlib.contextmanager
     def turn(self, device: str, *, timeout: float | None) -> Iterator[torch.Tensor]:
-        """Give one side's tensor, in turns where the device wants turns, for who keeps the order of work by itself.
+        """Give one side's tensor, one at a time where the device requires it, for a caller that orders work by itself.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.

@@ -49,7 +49,7 @@ class DriverStreams:
     Args:
         driver: CUDA's runtime.
         device: The device's number.
-        keep: Told of each stream that uses the memory, which is kept until that stream has passed.
+        keep: Called with each stream that uses the memory, which is kept until that stream has passed.
     """
 
     def __init__(self, driver: Driver, device: int, keep: Callable[[int], object]) -> None:
@@ -77,7 +77,7 @@ class DriverStreams:
         event.wait()
 
     def keep(self, tensor: torch.Tensor) -> None:  # noqa: ARG002  # the protocol's
-        """Keep the memory, once it is let go, until the current stream has passed."""
+        """Keep the memory, once it is released, until the current stream has passed."""
         self._keep(self.current())
 
     def synchronise(self) -> None:

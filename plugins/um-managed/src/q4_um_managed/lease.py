@@ -28,19 +28,14 @@ class Lease:
         stream: The stream that was current when the block was taken.
     """
 
-    __slots__ = ("__weakref__", "_start", "block", "placement", "pool", "size", "streams")
+    __slots__ = ("block", "placement", "pool", "size", "streams")
 
     def __init__(self, pool: Pool, block: Block, size: int, placement: Placement, stream: int) -> None:
         self.pool = pool
         self.block: Block | None = block
-        self._start = block.address
         self.size = size
         self.placement = placement
         self.streams = {stream}
-
-    def holds(self, address: int) -> bool:
-        """Return whether a storage at an address is this memory's, given back or not."""
-        return self._start <= address < self._start + max(1, self.size)
 
     @property
     def is_given_back(self) -> bool:

@@ -1,4 +1,4 @@
-"""The driver's own library, asked for the few facts that tell whether CuPy is worth its half second of import."""
+"""The driver's own library, asked for the few facts that decide whether CuPy is worth its half second of import."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load_library() -> Any:
 
 
 def devices_of(library: Any) -> tuple[dict[str, int | None], ...]:
-    """Return each device's attributes, None for what the library can't tell.
+    """Return each device's attributes, None for what the library does not know.
 
     Args:
         library: The driver's library.
@@ -66,7 +66,7 @@ def devices_of(library: Any) -> tuple[dict[str, int | None], ...]:
 
 
 def version_of(library: Any) -> int | None:
-    """Return the CUDA version that the driver is for, as 1000 × major + 10 × minor; None where it tells none."""
+    """Return the CUDA version that the driver is for, as 1000 × major + 10 × minor; None where it reports none."""
     version = ctypes.c_int(0)
     try:
         status = int(library.cuDriverGetVersion(ctypes.byref(version)))
@@ -87,7 +87,7 @@ def cupy_cuda() -> int | None:
 
 
 def wheel_cuda(origin: Path) -> int | None:
-    """Return what the name of CuPy's wheel tells, which lies beside the package; the lowest, if there are several.
+    """Return the CUDA version in the name of CuPy's wheel, next to the package; the lowest, if there are several.
 
     Args:
         origin: CuPy's ``__init__.py``.

@@ -1,4 +1,4 @@
-"""What this machine has: CUDA's runtime, found once, its devices' attributes, and what they allow."""
+"""``Machine``: CUDA's runtime, found once, its devices' attributes, and the memory that they allow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Machine:
     """CUDA's runtime and its devices. Nothing is loaded or asked until the first question; answers are remembered.
 
     Args:
-        find: Finds CUDA's runtime or what promises it, or says what is missing.
+        find: Finds CUDA's runtime or a probe of it, or reports what is missing.
     """
 
     def __init__(self, find: Callable[[], Driver | Prospect | Missing]) -> None:
@@ -32,7 +32,7 @@ class Machine:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._found: Driver | Prospect | Missing | None = None
-        self._told: tuple[dict[str, int | None], ...] = ()  # by the driver's library, of each device
+        self._probed: tuple[dict[str, int | None], ...] = ()  # by the driver's library, of each device
         self._facts: dict[int, dict[str, int]] = {}
         self._answers: dict[tuple[str, int | None], Availability] = {}
 
@@ -74,12 +74,12 @@ class Machine:
             self._found = self._find()
             self._process = os.getpid()
             if isinstance(self._found, Prospect):
-                self._told = self._found.devices
+                self._probed = self._found.devices
         return self._found
 
     def _values(self, index: int | None) -> Mapping[str, int | None]:
-        """Return what the driver's library told of a device, where CUDA's runtime tells nothing."""
-        known = self._told[index or 0 : (index or 0) + 1]
+        """Return what the driver's library reports of a device, where CUDA's runtime reports nothing."""
+        known = self._probed[index or 0 : (index or 0) + 1]
         return known[0] if known else UNASKED
 
     def index(self, device: torch.device) -> int:
@@ -123,11 +123,8 @@ class Machine:
 
     def _answer(self, device: torch.device) -> Availability:
         if device.type not in {"cpu", "cuda"}:
-            return Availability(
-                is_available=False,
-                reason=f"managed memory is for CPU and CUDA devices, not for {device}",
-                attributes={"device_type": device.type},
-            )
+            reason = f"managed memory is for CPU and CUDA devices, not for {device}"
+            return Availability(is_available=False, reason=reason, attributes={"device_type": device.type})
         early = self._foreseen(device)
         if early is not None:
             return early
@@ -138,14 +135,14 @@ class Machine:
                 return _no_device(index, count)
             attributes = self.attributes(index)
         except UnifiedMemoryError as error:
-            values = self._values(device.index if device.type == "cuda" else None)
             known = error.attributes or {"cuda_error": str(error.details.get("status", "unknown"))}
-            facts = {**values, **known}
-            return Availability(is_available=False, reason=_told(error), attributes=facts)
+            facts = {**self._values(device.index if device.type == "cuda" else None), **known}
+            reason = error.what if error.rule is None else f"{error.name} must be {error.rule}, got {error.value}"
+            return Availability(is_available=False, reason=reason, attributes=facts)
         refusal = _refusal(attributes, device, has_cuda=driver.has_cuda_tensors)
         if refusal is not None:
             return Availability(is_available=False, reason=refusal, attributes=attributes)
-        decided = choose(attributes, wish="managed").decided_by
+        decided = choose(attributes, wanted="managed").decided_by
         reason = f"cuda:{index} has managed memory ({decided}){driver.state and f', {driver.state}'}"
         return Availability(is_available=True, reason=reason, attributes=attributes)
 
@@ -166,15 +163,12 @@ class Machine:
 
 
 def _no_device(index: int | None, count: int) -> Availability:
-    return Availability(
-        is_available=False,
-        reason=f"there is no device cuda:{index}: there are {count}",
-        attributes={"cuda_device_count": count, **UNASKED},
-    )
+    reason, facts = f"there is no device cuda:{index}: there are {count}", {"cuda_device_count": count, **UNASKED}
+    return Availability(is_available=False, reason=reason, attributes=facts)
 
 
 def _hoped(attributes: Mapping[str, int | None]) -> dict[str, int]:
-    """Return attributes with what nobody told taken for granted: CUDA's runtime will tell."""
+    """Return attributes with 1 for the unknown ones, which CUDA's runtime will report."""
     return {name: 1 if value is None else value for name, value in attributes.items()}
 
 
@@ -189,7 +183,3 @@ def _refusal(attributes: Mapping[str, int], device: torch.device, *, has_cuda: C
     if device.type == "cuda" and not has_cuda():
         return "this torch makes no CUDA tensors (torch.cuda.is_available() is False)"
     return None
-
-
-def _told(error: UnifiedMemoryError) -> str:
-    return error.what if error.rule is None else f"{error.name} must be {error.rule}, got {error.value}"

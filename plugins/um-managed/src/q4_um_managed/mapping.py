@@ -28,20 +28,16 @@ class MappedMemory:
         placement: ``"pageable"``, and the attribute that allowed it.
     """
 
-    __slots__ = ("__weakref__", "_device", "_driver", "_process", "_tensor", "placement")
+    __slots__ = ("_device", "_driver", "_process", "_tensor", "placement")
 
     is_given_back = False
-    """Whether somebody took the memory back, which nobody can: it goes with its last tensor."""
+    """Always False, as it can't be given back: the memory goes with its last tensor."""
     kept: list[torch.Tensor] = []  # noqa: RUF012  # of the process, as what it holds back
     """What went during the capture of a graph, whose replays may read it: the device can't be awaited then."""
 
     def __init__(self, tensor: torch.Tensor, driver: Driver, device: int, placement: Placement) -> None:
         self._tensor, self._driver, self._device, self.placement = tensor, driver, device, placement
         self._process = os.getpid()
-
-    def holds(self, address: int) -> bool:
-        """Return whether a storage at an address is this memory's."""
-        return address == self._tensor.data_ptr()
 
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         """Wait for the device: unmapping memory under a kernel would end the process."""

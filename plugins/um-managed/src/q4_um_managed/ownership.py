@@ -1,12 +1,11 @@
-"""``Ownership``: which memory a tensor lies in, of all that one provider gave."""
+"""``Ownership``: the memory that a tensor lies in, of all that one provider gave."""
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 from q4_um_managed.lease import Lease
-from q4_um_managed.storage import address_of, has_storage, storage_of
+from q4_um_managed.storage import has_storage
 from q4core import InputError
 
 if TYPE_CHECKING:
@@ -16,22 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Ownership"]
 
+_NOTE = "_q4_um_managed_owner"
+
 
 class Ownership:
-    """What torch's storages keep alive, by storage."""
-
-    def __init__(self) -> None:
-        # By torch's storage object: an address may have passed on to another tensor while an old one still lives.
-        self._found: weakref.WeakValueDictionary[int, Lease | MappedMemory] = weakref.WeakValueDictionary()
+    """Notes of one provider on torch's storages, which torch keeps as one Python object as long as the memory lives."""
 
     def note(self, tensor: torch.Tensor, owner: Lease | MappedMemory) -> None:
-        """Take note of whose memory a new storage is."""
-        self._found[storage_of(tensor)] = owner
+        """Note the memory of a new storage, which views and detached aliases share."""
+        setattr(tensor.untyped_storage(), _NOTE, (self, owner))
 
     def of(self, tensor: torch.Tensor) -> Lease | MappedMemory | None:
         """Return the memory that a tensor lies in, given back or not; None for any other."""
-        owner = self._found.get(storage_of(tensor)) if has_storage(tensor) else None
-        return owner if owner is not None and owner.holds(address_of(tensor)) else None
+        provider, owner = (
+            getattr(tensor.untyped_storage(), _NOTE, (None, None)) if has_storage(tensor) else (None, None)
+        )
+        return owner if provider is self else None
 
     def in_use(self, tensor: torch.Tensor, what: str) -> Lease | MappedMemory | None:
         """Return the memory that a tensor lies in, for ``what`` uses it; None for any other.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Pool"]
 
 _LARGE = 64 << 20
-"""From this size on an allocation stands out from what other processes take and give."""
+"""From this size on an allocation is larger than what other processes usually take and give."""
 
 
 class Pool:
@@ -232,7 +232,7 @@ class Pool:
                     block.events[stream] = event  # stands for the earlier one too
                     if old is not None:
                         self._driver.forget(old)
-        except Exception:  # noqa: BLE001  # nobody hears a finaliser; waiting for the whole device is right for any cause
+        except Exception:  # noqa: BLE001  # a finaliser's error is lost; waiting for the whole device is right for any cause
             block.is_unsure = True
         self._returned.append(block)
         with contextlib.suppress(Exception):

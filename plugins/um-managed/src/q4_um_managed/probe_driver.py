@@ -35,7 +35,7 @@ class Prospect:
     """A machine where managed memory may be had, as far as the driver's library knows.
 
     Args:
-        devices: Each device's attributes; None for what the library could not tell.
+        devices: Each device's attributes; None for what the library does not know.
         facts: What else was looked at.
         load: Loads CUDA's runtime, which takes most of a second, or says what is missing.
         has_cuda: Whether torch can make CUDA tensors here.
@@ -47,12 +47,12 @@ class Prospect:
     has_cuda: Callable[[], bool]
 
     def of(self, index: int | None) -> tuple[dict[str, int | None], ...]:
-        """Return the attributes of a device; of all, where nobody knows yet which one is current."""
+        """Return the attributes of a device; of all, where the current one is not known yet."""
         return self.devices if index is None else self.devices[index : index + 1]
 
 
 def find_driver(load: Callable[[], Any] = library.load_library) -> Prospect | Missing:
-    """Return what the driver's library tells of this machine, or the fact that refuses it. CuPy is not imported yet.
+    """Return what the driver's library reports of this machine, or the fact that refuses it. CuPy is not imported yet.
 
     Args:
         load: Gives the driver's library, or None.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_CACHED_BYTES", "ManagedProvider"]
 
 MAX_CACHED_BYTES = 256 << 20
-"""Kept by the pool for the next tensors, unless told."""
+"""Bytes that the pool caches for the next tensors by default."""
 _ADVICE = ("read_mostly", "preferred_location", "accessed_by")
 _PLACEMENTS = ("auto", "managed", "pageable", "pinned")
 
@@ -47,7 +47,7 @@ class ManagedProvider:
 
     Args:
         find: Finds CUDA's runtime, or says what is missing.
-        host: Gives the host's available and whole memory, and who said so.
+        host: Gives the host's available and whole memory, and the source of the counts.
         max_cached_bytes: What the pool keeps at most for the next tensors.
     """
 
@@ -178,7 +178,7 @@ class ManagedProvider:
         driver.prefetch(start, size, CPU if device.type == "cpu" else index, index)
 
     def advise(self, tensor: torch.Tensor, advice: str, device: torch.device | str, *, is_set: bool = True) -> None:
-        """Tell the driver how a managed tensor will be used.
+        """Advise the driver how a managed tensor will be used.
 
         Args:
             tensor: In managed memory.
@@ -261,7 +261,7 @@ class ManagedProvider:
         check_source(what, tensor)
         self._ownership.in_use(tensor, what)
         attributes = self._machine.attributes(self._machine.index(device))
-        chosen = choose(attributes, wish=placement, is_readable_in_place=is_readable_in_place(tensor))
+        chosen = choose(attributes, wanted=placement, is_readable_in_place=is_readable_in_place(tensor))
         if chosen.kind == "pageable":
             return self._mapped(tensor, device, chosen), chosen
         return self._made(tuple(tensor.shape), tensor.dtype, device, chosen, tensor), chosen
@@ -288,7 +288,7 @@ class ManagedProvider:
 
         Args:
             tensor: This provider's, contiguous, managed or pinned.
-            device: The CUDA device of the other side; the tensor's own unless told.
+            device: The CUDA device of the other side; Defaults to the tensor's own.
 
         Raises:
             ConfigError: ``device`` is neither the CPU nor a CUDA device.
@@ -341,7 +341,7 @@ class ManagedProvider:
             raise UnifiedMemoryError(
                 "unified memory", name="memory", rule=rule, value=answer.reason, attributes=answer.attributes
             )
-        return choose(self._machine.attributes(self._machine.index(device)), wish="managed")
+        return choose(self._machine.attributes(self._machine.index(device)), wanted="managed")
 
     def _made(
         self,

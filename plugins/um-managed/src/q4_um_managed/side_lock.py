@@ -13,7 +13,7 @@ from q4core import WriteConflictError
 __all__ = ["SideLock"]
 
 _LOOK_INTERVAL_S = 0.1
-"""How long who waits sleeps before it looks again whether the thread that it waits for has ended."""
+"""Seconds of sleep before a waiting thread checks again whether the thread that it waits for has ended."""
 _HINT = "concurrentManagedAccess=0: the sides take turns."
 
 
@@ -48,7 +48,7 @@ class _Ticket:
 
 
 class SideLock:
-    """Any number of threads on one side, while nobody is on the other; a thread that has ended is on none."""
+    """Any number of threads on one side while none is on the other; a thread that has ended is on neither."""
 
     def __init__(self) -> None:
         # Re-entrant, since a finaliser that ends a turn may run in a thread that holds it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["address_of", "has_storage", "is_dense", "is_plain", "is_readable_in_place", "span_of", "storage_of"]
+__all__ = ["address_of", "has_storage", "is_dense", "is_plain", "is_readable_in_place", "span_of"]
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -13,14 +13,8 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements are those that its shape, strides and dtype tell."""
+    """Return whether a tensor's elements are those that its shape, strides and dtype describe."""
     return has_storage(tensor) and not tensor.is_nested and not tensor.is_quantized
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return torch's own identity of a tensor's storage, which views and detached aliases share."""
-    key: int = tensor.untyped_storage()._cdata  # noqa: SLF001  # torch's own identity of a storage
-    return key
 
 
 def address_of(tensor: torch.Tensor) -> int:
