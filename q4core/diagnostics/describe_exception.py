@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from q4core.errors import PLUGIN_FAULTS
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Iterable
     from types import FrameType
 
@@ -28,12 +26,6 @@ def describe_exception(error: BaseException) -> str:
         return f"{kind}: {error}{place}"
     except PLUGIN_FAULTS as other:
         return f"{kind}, whose text raises {type(other).__name__}{place}"
-
-
-def where_thread_is(thread: threading.Thread) -> str:
-    """Return `` (in file:line, function)`` of what a thread does now."""
-    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001  # the documented way to look at threads
-    return _first_place(traceback.walk_stack(frame)) if frame is not None else ""
 
 
 def _first_place(frames: Iterable[tuple[FrameType, int]]) -> str:

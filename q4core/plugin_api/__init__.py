@@ -21,7 +21,7 @@ from q4core.diagnostics.events import emit, muted, parse_log, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name, counted
 from q4core.formats import FLOATS, cat_stored
 from q4core.machine import is_plain_call, on_device, outside_inference
-from q4core.plugins.discovery import plugin_of_command
+from q4core.plugins.discovery import HOOKS, names_of_plugins, plugin_of_command
 from q4core.schema import MARKER as DIALECT_KEY
 from q4core.schema import find_dialect
 from q4core.selection.cache import resolve_device
@@ -30,6 +30,7 @@ from q4core.selection.result import emit_selection
 __all__ = [
     "DIALECT_KEY",
     "FLOATS",
+    "HOOKS",
     "PLUGIN_FAULTS",
     "cat_stored",
     "closest_name",
@@ -44,6 +45,7 @@ __all__ = [
     "is_there",
     "map_privately",
     "muted",
+    "names_of_plugins",
     "note_fault",
     "on_device",
     "open_regular",

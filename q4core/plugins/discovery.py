@@ -6,13 +6,12 @@ import functools
 import importlib
 import importlib.metadata
 import os
-import threading
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import pluggy
 
-from q4core.diagnostics.describe_exception import describe_exception, where_thread_is
+from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import closest_name
 from q4core.plugins.hooks import COMMAND_GROUP, ENTRY_POINT_GROUP, PROJECT, HookSpecs
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 REFERENCE_PLUGINS = frozenset({"dequant-fallback", "quantize"})
 """Entry-point names of the references; ``Q4_PLUGINS`` never shuts them out."""
-_HOOKS = tuple(sorted(name for name in vars(HookSpecs) if name.startswith("q4_")))
+HOOKS = tuple(sorted(name for name in vars(HookSpecs) if name.startswith("q4_")))
 
 
 @attrs.define
@@ -41,38 +40,18 @@ class PluginRecord:
     errors: list[str] = attrs.field(factory=list)
 
 
-def call_plugin(
-    record: PluginRecord, what: str, call: Callable[..., Any], *arguments: Any, limit_s: float | None = None
-) -> tuple[Any, str | None]:
-    """Call a plugin's code, and return its answer, or None and what went wrong. Only Ctrl-C comes through.
-
-    Under a limit the code runs in a thread of its own, which goes on alone once it is given up, as ``failed``.
-    """
-    told: list[tuple[Any, str | None]] = []
-
-    def attempt() -> None:
-        try:
-            told.append((call(*arguments), None))
-        except BaseException as error:  # pytest's outcomes and CancelledError are no Exception
-            if limit_s is None and isinstance(error, KeyboardInterrupt):  # the user's own goes to the main thread
-                raise KeyboardInterrupt(f"in {what} of plugin {record.name!r}") from error
-            told.append((None, f"{what} raised {describe_exception(error)}"))
-
-    if limit_s is None:
-        attempt()
-        return told[0]
-    thread = threading.Thread(target=attempt, name=f"q4core plugin {record.name}", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if told:
-        return told[0]
-    record.state = "failed"
-    way_out = f"Q4_DISABLE_PLUGINS={record.name} shuts it out"
-    return None, f"{what} did not end within {limit_s:g} s{where_thread_is(thread)}; {way_out}"
+def call_plugin(record: PluginRecord, what: str, call: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+    """Call a plugin's code, and return its answer, or None and what went wrong. Only Ctrl-C comes through."""
+    try:
+        return call(*arguments), None
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"in {what} of plugin {record.name!r}") from error
+    except BaseException as error:  # noqa: BLE001  # pytest's outcomes and CancelledError are no Exception
+        return None, f"{what} raised {describe_exception(error)}"
 
 
 def discover(
-    given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str], *, limit_s: float | None = None
+    given: Sequence[tuple[str, object]] | None, environment: Mapping[str, str]
 ) -> tuple[pluggy.PluginManager, dict[str, PluginRecord], list[tuple[PluginRecord, str]]]:
     """Find and load plugins, the ``given`` ones or those of entry points, and raise nothing.
 
@@ -89,12 +68,22 @@ def discover(
             continue
         record = records[name] = PluginRecord(name, source, "loaded")
         if _allowed(name, environment, by_module=source == "Q4_PLUGIN_MODULES"):
-            faults += [(record, error) for error in _register(manager, record, load, limit_s)]
+            faults += [(record, error) for error in _register(manager, record, load)]
         else:
             record.state = "disabled"
     if given is None or environment is not os.environ:  # the process's own variables name installed plugins
         faults += _strangers(records, environment)
     return manager, records, faults
+
+
+def names_of_plugins(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the plugins that these variables let in, each once, without loading any."""
+    names = (
+        name
+        for name, source, _ in _candidates(None, environment)
+        if _allowed(name, environment, by_module=source == "Q4_PLUGIN_MODULES")
+    )
+    return tuple(dict.fromkeys(names))
 
 
 def plugin_of_command(word: str, environment: Mapping[str, str]) -> tuple[str, object] | None:
@@ -153,19 +142,17 @@ def _strangers(records: dict[str, PluginRecord], environment: Mapping[str, str])
                 yield record, f"{variable} names {name!r}, and there is no such plugin; {there}"
 
 
-def _register(
-    manager: pluggy.PluginManager, record: PluginRecord, load: Callable[[], object], limit_s: float | None
-) -> list[str]:
+def _register(manager: pluggy.PluginManager, record: PluginRecord, load: Callable[[], object]) -> list[str]:
     """Load and register one plugin, and return what is wrong with it."""
-    plugin, fault = call_plugin(record, "import", load, limit_s=limit_s)
+    plugin, fault = call_plugin(record, "import", load)
     if fault is None:
         names, fault = call_plugin(record, "registration", _register_hooks, manager, plugin, record.name)
     if fault is not None:
         record.state = "failed"
         return [fault]
     marked, bare = names
-    known = ", ".join(_HOOKS)
-    told = [f"unknown hook {name!r}; known hooks: {known}" for name in marked if name not in _HOOKS]
+    known = ", ".join(HOOKS)
+    told = [f"unknown hook {name!r}; known hooks: {known}" for name in marked if name not in HOOKS]
     if bare:
         told.append(f"not marked with @q4core.hookimpl, and so never called: {', '.join(bare)}")
     elif not marked:
@@ -178,5 +165,5 @@ def _register_hooks(manager: pluggy.PluginManager, plugin: object, name: str) ->
     manager.register(plugin, name=name)
     named = [item for item in dir(plugin) if item.startswith("q4_")]
     marked = [item for item in named if manager.parse_hookimpl_opts(plugin, item) is not None]
-    bare = [item for item in named if item in _HOOKS and item not in marked and callable(getattr(plugin, item))]
+    bare = [item for item in named if item in HOOKS and item not in marked and callable(getattr(plugin, item))]
     return marked, bare

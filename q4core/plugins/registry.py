@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pluggy
     import torch
 
-    from q4core.backend import Backend, Request
+    from q4core.backend import Backend
     from q4core.memory import MemoryProvider
     from q4core.policy import UnifiedMemoryPolicy
 
@@ -64,22 +64,14 @@ class Registry:
         self._manager: pluggy.PluginManager | None = None
         self._records: dict[str, PluginRecord] = {}
         self._items: dict[str, tuple[dict[str, Any], tuple[InvalidItem, ...]]] = {}
-        self._owners: dict[tuple[str, str], str] = {}
         self._lock = threading.RLock()
         self.selections: dict[Hashable, Any] = {}
         """Warm answers of the dispatcher over these plugins."""
-        self.time_limit_s: float | None = None
-        """Seconds that one plugin's import, or one hook of it, may take; what hangs is recorded and asked no more.
-
-        None waits. Under a limit plugins run in threads of their own.
-        """
 
     def _load(self) -> pluggy.PluginManager:
         with self._lock:
             if self._manager is None:
-                self._manager, self._records, faults = discover(
-                    self._given, self._environment, limit_s=self.time_limit_s
-                )
+                self._manager, self._records, faults = discover(self._given, self._environment)
                 if self._manager.hook.q4_event.get_hookimpls():
                     observe(self._forward_event)
                 self._report(faults)
@@ -103,9 +95,7 @@ class Registry:
     def _call(self, hook: str, implementation: pluggy.HookImpl, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call one plugin's hook and return its answer; None where it went wrong, which is recorded."""
         record = self._records[implementation.plugin_name]
-        if record.state == "failed":  # it hangs in another hook
-            return None
-        answer, fault = call_plugin(record, f"hook {hook}", call, *arguments, limit_s=self.time_limit_s)
+        answer, fault = call_plugin(record, f"hook {hook}", call, *arguments)
         if fault is not None:
             self._report([(record, fault)])
         return answer
@@ -135,7 +125,6 @@ class Registry:
                 message = f"duplicate name {name!r} in {hook} (from {', '.join(owners)}); none of them is used"
                 invalid += [InvalidItem(name, owner, _broken(message)) for owner in owners]
             valid = {name: given[name][0][1] for name in sorted(given.keys() - duplicates)}
-            self._owners |= {(hook, name): given[name][0][0] for name in valid}
             self._items[hook] = valid, tuple(invalid)
             self._report((self._records[item.plugin], f"hook {hook}: {item.name}: {item.reason}") for item in invalid)
             return self._items[hook]
@@ -211,21 +200,6 @@ class Registry:
             if record.state == "failed" or any(error.startswith("hook q4_backends raised") for error in record.errors)
         )
         return (*refused, *failed)
-
-    def ask_backends(self, requests: Sequence[Request]) -> None:
-        """Ask each backend's ``check`` under the time limit; one that does not end may not serve from then on."""
-        for name, backend in [*self.backends().items()]:
-            record = self._records[self._owners["q4_backends", name]]
-
-            def ask(backend: Backend = backend) -> None:
-                for request in requests:
-                    if not backend.capabilities.refusals(request, any_precision=True):
-                        backend.check(request)
-
-            _, fault = call_plugin(record, f"check of backend {name!r}", ask, limit_s=self.time_limit_s)
-            if fault is not None and record.state == "failed":  # what it raises is told by the selection
-                del self._items["q4_backends"][0][name]
-                self._report([(record, fault)])
 
     def add_commands(self, app: Any) -> None:
         """Let every plugin add its sub-commands to the ``q4`` command."""

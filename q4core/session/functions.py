@@ -16,13 +16,18 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.checkpoint import Checkpoint
+    from q4core.plugins.registry import Registry
     from q4core.schema import Dialect
     from q4core.weight import PackedWeight
 
 
-def dialects() -> tuple[Dialect, ...]:
-    """Return every dialect there is: the two simplified ones, then the plugins', by name."""
-    return (*SIMPLE_DIALECTS, *default_registry().dialects())
+def dialects(registry: Registry | None = None) -> tuple[Dialect, ...]:
+    """Return every dialect there is: the two simplified ones, then the plugins', by name.
+
+    Args:
+        registry: The plugins. Defaults to the process's.
+    """
+    return (*SIMPLE_DIALECTS, *(registry or default_registry()).dialects())
 
 
 def open(  # noqa: A001  # the contract's name: q4.open(path)

@@ -16,7 +16,6 @@ import torch
 import q4core as q4
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import observe, unobserve
-from q4core.session import quantizer
 from tests.support.events import forget_warnings
 from tests.support.fakes import FakeBackend, registry
 
@@ -184,7 +183,7 @@ def test_a_native_quantiser_that_raises_says_where(kernels: Any) -> None:
     backend.quantize = lambda *_, **__: kernels.by_hand(None)  # type: ignore[attr-defined]
     told = re.escape("(in q4_stranger/native/kernels.py:5, by_hand)")
     with pytest.warns(q4.Q4ProbeWarning, match=told), pytest.raises(q4.BackendUnavailableError, match=told):
-        quantizer.quantize(torch.ones(4, 64), "nf4", rounding="stochastic", registry=registry(backend))
+        q4.quantize(torch.ones(4, 64), "nf4", rounding="stochastic", registry=registry(backend))
 
 
 def test_a_live_layer_says_where(kernels: Any) -> None:

@@ -49,7 +49,6 @@ KIT: dict[str, set[str]] = {
 IMPORT_SECONDS = 0.3
 OUT_OF_ROOM = frozenset(
     {
-        ("tests/diagnostics/test_fault_places.py", "q4core.session"),
         # With which numbers of rows the core probes the schedule's paths.
         ("plugins/triton-kernels/tests/test_triton_schedule.py", "q4core.selection.probe_results"),
         # How often a native quantiser is proven.

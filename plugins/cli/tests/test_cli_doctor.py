@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import types
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ import torch
 
 import q4core as q4
 from q4_cli.doctor_report import environment_facts, survey_backends, versions
+from q4_cli.trial import try_plugins
 from tests.support.commands import answer, process, say
 from tests.support.fakes import FakeBackend, plugin, registry
 from tests.support.managed import ATTRIBUTES, Broken, FakeProvider
@@ -28,6 +28,12 @@ pytestmark = pytest.mark.usefixtures("own_directory")
 def _without_the_tests_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor names variables that nothing reads, and ``Q4_SAMPLES`` is read by tests alone."""
     monkeypatch.delenv("Q4_SAMPLES", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child process knows nothing of what a test put into this one."""
+    monkeypatch.setattr("q4_cli.app.try_plugins", dict)
 
 
 def test_doctor_tells_machine_plugins_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,32 +129,66 @@ def test_survey_gives_paths_or_every_reason() -> None:
     assert [reason["code"] for reason in verdicts["nf4-only", "fp4"]["reasons"]] == ["format"]
 
 
-@pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
-def test_doctor_names_a_plugin_that_hangs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """``doctor`` goes on after its time limit, names the plugin that hangs, and tells of the others."""
-    monkeypatch.setattr("q4_cli.app.PLUGIN_LIMIT_S", 1.0)
-    waiting = plugin(q4_dialects=lambda: threading.Event().wait(600))
-    mine = q4.Registry([("stuck", waiting), ("good", plugin(FakeBackend("good")))])
-    monkeypatch.setattr("q4core.plugins.registry._default", mine)
-    record = answer(capsys, "doctor")
-    (error,) = record["plugin_errors"]
-    assert "plugin 'stuck': hook q4_dialects did not end within 1 s" in error
-    assert {item["name"] for item in record["backends"] if item["state"] == "serves"} == {"good"}
+HANGS = "import time\nimport q4core\n@q4core.hookimpl\ndef q4_dialects():\n    time.sleep(600)\n"
+CHECK = """
+import time, torch
+import q4core as q4
+
+class Waits:
+    name, api_version = "waits", (1, 0)
+    capabilities = q4.Capabilities(
+        formats={"nf4"}, scale_kinds=set(q4.ScaleKind), devices={"cpu"}, dtypes={torch.float32},
+        precisions=set(q4.Precision),
+    )
+    prepare = linear = lambda *_: None
+    def check(self, request):
+        ACT
+
+@q4.hookimpl
+def q4_backends():
+    return [Waits()]
+"""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("import time\ntime.sleep(600)\n", "import did not end within 2 s (in q4_bad.py:2, <module>)"),
+        (HANGS, "hook q4_dialects did not end within 2 s (in q4_bad.py:5, q4_dialects)"),
+        (
+            CHECK.replace("ACT", "time.sleep(600)"),
+            "check of backend 'waits' did not end within 2 s (in q4_bad.py:13, check)",
+        ),
+        ("import os\nos._exit(3)\n", "import ended its process, with status 3"),
+        (
+            CHECK.replace("ACT", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+            "check of backend 'waits' ended its process, with status -11 (SIGSEGV)",
+        ),
+    ],
+    ids=["import", "hook", "check", "exit", "crash"],
+)
 @pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
-def test_doctor_names_a_backend_that_hangs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend whose check does not end is refused and named with its plugin, and the others are surveyed."""
-    monkeypatch.setattr("q4_cli.app.PLUGIN_LIMIT_S", 1.0)
-    hanging = FakeBackend("waits")
-    monkeypatch.setattr(hanging, "check", lambda _: threading.Event().wait(600))
-    mine = q4.Registry([("stuck", plugin(hanging)), ("good", plugin(FakeBackend("good")))])
-    monkeypatch.setattr("q4core.plugins.registry._default", mine)
+def test_doctor_names_a_plugin_that_hangs_or_crashes(
+    text: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each plugin is tried in a child process: one that hangs or ends it is named, and the others are shown."""
+    (tmp_path / "q4_bad.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("Q4_PLUGIN_MODULES", "q4_bad")
+    monkeypatch.setenv("Q4_PLUGINS", "dequant-fallback,gguf")
+    monkeypatch.setattr("q4_cli.app.try_plugins", try_plugins)
+    monkeypatch.setattr("q4_cli.trial.LIMIT_S", 2.0)
     record = answer(capsys, "doctor", "--device", "cpu")
-    (error,) = record["plugin_errors"]
-    assert "plugin 'stuck': check of backend 'waits' did not end within 1 s" in error
-    assert {item["name"]: item["state"] for item in record["backends"]} == {"good": "serves", "stuck": "refused"}
-    assert {item["backend"] for item in record["verdicts"]} == {"good"}
+    assert record["plugin_errors"] == [f"plugin 'q4_bad': {what}; Q4_DISABLE_PLUGINS=q4_bad shuts it out"]
+    states = {item["name"]: item["state"] for item in record["plugins"]}
+    assert (states["q4_bad"], states["gguf"]) == ("failed", "loaded")
+    assert {item["name"]: item["state"] for item in record["backends"]} == {
+        "dequant-fallback": "serves",
+        "q4_bad": "refused",
+    }
+    assert {item["backend"] for item in record["verdicts"]} == {"dequant-fallback"}
 
 
 @pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")

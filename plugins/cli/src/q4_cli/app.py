@@ -22,6 +22,7 @@ from q4_cli.failure import BROKEN_PIPE, INTERRUPTED, tell
 from q4_cli.inspect import inspect
 from q4_cli.output import warn, warnings_on_stderr
 from q4_cli.quantize import quantize
+from q4_cli.trial import disabling, try_plugins
 from q4core.plugin_api import muted, parse_log, plugin_of_command
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
 __all__ = ["build_app", "run"]
-
-PLUGIN_LIMIT_S = 30.0
-"""How long ``q4 doctor`` waits for one plugin's import, or one hook of it."""
 
 
 def _version(value: bool) -> None:  # noqa: FBT001  # an option's callback
@@ -121,14 +119,15 @@ def _call(words: list[str], registry: q4.Registry | None) -> int:
         quiet = muted()
     hidden = (q4.Q4PluginWarning,) if is_doctor else ()  # doctor tells what is wrong with plugins anyway
     with quiet, _terminable(), warnings_on_stderr(*hidden):
-        if registry is None:
+        hung = try_plugins() if is_doctor and registry is None and not {"-h", "--help"} & {*words} else {}
+        if hung:
+            registry = q4.Registry(environment=disabling([*hung]))
+        elif registry is None:
             # The plugin that announces the command, alone, so that no other one can take it away by crashing.
             announced = plugin_of_command(words[0], os.environ)
             registry = q4.default_registry() if announced is None else q4.Registry([announced])
-        if is_doctor:
-            registry.time_limit_s = PLUGIN_LIMIT_S
         command = typer.main.get_command(build_app(registry))
-        status = command.main(args=words, prog_name="q4", standalone_mode=False)
+        status = command.main(args=words, prog_name="q4", standalone_mode=False, obj=(registry, hung))
         sys.stdout.flush()
     if status == INTERRUPTED:  # newer typers turn Ctrl-C into a status of their own
         raise KeyboardInterrupt

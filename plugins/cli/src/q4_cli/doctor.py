@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["doctor"]
 
 _LABEL = 18
+_BROKEN = q4.ReasonCode.PLUGIN_ERROR
 _STATE_STYLES = {"loaded": "green", "failed": "red", "disabled": "yellow", "unknown": "red"}
 _WORDS = {"all": ("serves", "green"), "some": ("partly", "yellow"), "none": ("no", "red")}
 
 
 def doctor(
+    context: typer.Context,
     *,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -37,7 +39,9 @@ def doctor(
     """Show what is installed, what this machine has, and what each backend can do with each format here."""
     config = q4.SessionConfig(device=device, compute_dtype=options.parse_dtype(dtype))
     with open_output(as_json=as_json) as output:
-        registry, facts = q4.default_registry(), q4.machine_facts()
+        given: tuple[q4.Registry, dict[str, str]] = context.obj or (q4.default_registry(), {})
+        registry, hung = given
+        facts = q4.machine_facts()
         devices = [torch.device("cpu"), *(torch.device("cuda", item.index) for item in facts.cuda_devices)]
         if device not in {None, "auto"}:
             devices = [resolve_device(config, torch.device("cpu"))]
@@ -47,9 +51,9 @@ def doctor(
         record: dict[str, Any] = {
             "versions": versions(registry),
             "machine": facts,
-            "plugins": registry.records(),
+            "plugins": [],
             "formats": sorted(registry.formats()),
-            "dialects": sorted(item.name for item in q4.dialects()),
+            "dialects": sorted(item.name for item in q4.dialects(registry)),
             "checkpoint_readers": [reader.name for reader in registry.checkpoint_readers()],
             "architectures": [*registry.items("q4_architectures")],
             "layer_types": [*registry.items("q4_layers")],
@@ -68,13 +72,21 @@ def doctor(
                     {"name": item.name, "state": "refused", "plugin": item.plugin, "reason": item.reason}
                     for item in registry.invalid_backends()
                 ),
+                *(
+                    {"name": name, "state": "refused", "plugin": name, "reason": q4.Reason(_BROKEN, error)}
+                    for name, error in hung.items()
+                ),
             ],
             "verdicts": verdicts,
             "environment": variables,
         }
         # Last, when every hook has been asked.
-        broken = [f"plugin {item.name!r}: {error}" for item in registry.records() for error in item.errors]
-        record |= {"plugin_errors": broken, "problems": [*problems, *broken]}
+        plugins = [
+            attrs.evolve(item, state="failed", errors=[hung[item.name]]) if item.name in hung else item
+            for item in registry.records()
+        ]
+        broken = [f"plugin {item.name!r}: {error}" for item in plugins for error in item.errors]
+        record |= {"plugins": plugins, "plugin_errors": broken, "problems": [*problems, *broken]}
         output.answer(record, lambda console: _show(console, record, problems))
         if strict and broken:
             raise typer.Exit(1)

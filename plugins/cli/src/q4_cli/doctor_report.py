@@ -16,9 +16,16 @@ from q4core.memory import is_turned_off
 from q4core.plugin_api import closest_name, parse_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["environment_facts", "representative_request", "survey_backends", "unknown_formats", "versions"]
+__all__ = [
+    "environment_facts",
+    "representative_request",
+    "requests_of",
+    "survey_backends",
+    "unknown_formats",
+    "versions",
+]
 
 VARIABLES = (
     "Q4_BACKEND",
@@ -104,22 +111,24 @@ def survey_backends(
     """Return what each backend does with each format on each device; x is float32 on the CPU, bfloat16 elsewhere.
 
     Each record has device, dtype, format, backend, ``serves`` (``all`` M, ``some`` M, or ``none``), native_load_state,
-    paths by M, and the reasons why not (or why not for every M). Backends that hang are left out of the registry.
+    paths by M, and the reasons why not (or why not for every M).
     """
-    requests = {
-        device: [
-            representative_request(kind, device, dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16))
-            for kind in registry.formats().values()
-        ]
-        for device in devices
-    }
-    registry.ask_backends([request for group in requests.values() for request in group])
     return [
         _verdict(registry, backend, request)
-        for group in requests.values()
+        for device in devices
         for backend in registry.backends()
-        for request in group
+        for request in requests_of(registry, [device], dtype)
     ]
+
+
+def requests_of(
+    registry: q4.Registry, devices: Iterable[torch.device], dtype: torch.dtype | None
+) -> Iterator[q4.Request]:
+    """Yield the request of each format on each device."""
+    for device in devices:
+        for kind in registry.formats().values():
+            own = torch.float32 if device.type == "cpu" else torch.bfloat16
+            yield representative_request(kind, device, dtype or own)
 
 
 def _verdict(registry: q4.Registry, backend: str, request: q4.Request) -> dict[str, Any]:
