@@ -15,7 +15,7 @@ NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
     "q4core": 13_900,
     "plugins/actors": 6_650,
-    "plugins/cli": 2_400,
+    "plugins/cli": 2_550,
     "plugins/cpu-native": None,
     "plugins/dequant-fallback": None,
     "plugins/dialects": None,
@@ -25,7 +25,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/nn": 5_450,
     "plugins/nvfp4-native": None,
     "plugins/programs": 1_900,
-    "plugins/quantize": 850,
+    "plugins/quantize": 860,
     "plugins/safetensors": 1_050,
     "plugins/snn": 2_800,
     "plugins/transformers": 2_500,
