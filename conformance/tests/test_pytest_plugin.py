@@ -27,7 +27,7 @@ def test_conformance(q4_case):
 PLUGIN = """
 import q4core as q4
 import q4_conformance_faults as faults
-from q4_conformance_faults import conduct, numbers
+from q4_conformance_faults import lifecycle, values
 
 @q4.hookimpl
 def q4_backends():
@@ -94,7 +94,7 @@ def test_each_case_is_a_test_and_counts_under_its_own_name(
 
 def test_a_fault_fails_its_test_with_the_reason_and_no_traceback(run: Callable[..., pytest.RunResult]) -> None:
     """The message is the case's own."""
-    done = run('numbers.IgnoresBias("mine", formats={"q8_0"})', "-k", "TC-09 and bias")
+    done = run('values.IgnoresBias("mine", formats={"q8_0"})', "-k", "TC-09 and bias")
     assert done.ret == 1
     assert counts(done)["failed"] == 12
     done.stdout.fnmatch_lines(["FAIL *TC-09/bias/q8_0*out_of_bound*", "mine: NOT PASSED*"])
@@ -106,7 +106,7 @@ def test_a_fault_fails_its_test_with_the_reason_and_no_traceback(run: Callable[.
 @pytest.mark.soak
 def test_a_run_that_ends_early_writes_what_it_knows(run: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
     """After the first failure the cases that nobody asked for have no result, and the report says so."""
-    done = run('numbers.IgnoresBias("mine", formats={"q8_0"})', "-k", "bias or EX-01", "-x", f"--q4-report={tmp_path}")
+    done = run('values.IgnoresBias("mine", formats={"q8_0"})', "-k", "bias or EX-01", "-x", f"--q4-report={tmp_path}")
     assert done.ret == 1
     assert counts(done)["failed"] == 1
     done.stdout.fnmatch_lines(
@@ -159,7 +159,7 @@ def test_no_report_is_told_with_the_reason(run: Callable[..., pytest.RunResult],
 def test_a_crash_fails_one_test_and_the_next_runs(run: Callable[..., pytest.RunResult]) -> None:
     """The process that died was not pytest's."""
     done = run(
-        'conduct.Crashes("mine", formats={"q8_0"})',
+        'lifecycle.Crashes("mine", formats={"q8_0"})',
         "-k",
         "float32 and exact and (EX-01 and rows or EX-03 and repeat and 48x256)",
     )

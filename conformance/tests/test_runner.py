@@ -100,7 +100,7 @@ def test_core_runs_by_part() -> None:
     report = check_core(only=["TC-01", "TC-02"])
     assert report.passed
     assert [result.contract for result in report.results] == ["TC-01", "TC-02"]
-    assert len(core_cases()) == 13
+    assert len(core_cases()) == 11
 
 
 def test_replaced_backend_is_a_failure() -> None:

@@ -23,8 +23,9 @@ from q4core import memory
 from q4core.layers import preparation
 from q4core.ops import registration
 from q4core.plugins import registry
-from q4core.schema import detection, validation
+from q4core.schema import detection
 from q4core.selection import candidates, result, select
+from q4core.session import detecting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -220,7 +221,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
         ),
         (
             "tells-the-first-problem",
-            _replaced(validation, "validate_in", lambda found: lambda *args: found(*args)[:1]),
+            _replaced(detecting, "validate_in", lambda found: lambda *args: found(*args)[:1]),
             "TC-03/validate",
             "^not told, or told otherwise: ",
         ),

@@ -94,7 +94,11 @@ _BARE = """
 import importlib.metadata, json, os, sys
 import torch
 import q4core as q4
-weight = q4.quantize(torch.randn(32, 128, generator=torch.Generator().manual_seed(0)), "nf4")
+codes, scale = torch.arange(32 * 64).remainder(251).to(torch.uint8).reshape(32, 64), torch.ones(32, 2)
+weight = q4.PackedWeight(
+    format=q4.find_format("nf4"), out_features=32, in_features=128, block_size=64, scale_kind=q4.ScaleKind.PLAIN,
+    packing=q4.Packing.HIGH_FIRST, qdata=codes, scale=scale,
+)
 with q4.Session(q4.SessionConfig(device="cpu")) as session:
     layer = session.linear(weight)
     y = layer(torch.ones(2, 128))
@@ -134,7 +138,7 @@ print(json.dumps({
 @check("bare")
 def _check_bare(_case: Case, _subject: object) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("Q4_")}
-    environment["Q4_PLUGINS"] = "dequant-fallback"
+    environment |= {"Q4_PLUGINS": "dequant-fallback", "Q4_DISABLE_PLUGINS": "quantize"}
     if "q4_dequant_fallback" in os.environ.get("Q4_PLUGIN_MODULES", ""):
         environment["Q4_PLUGIN_MODULES"] = "q4_dequant_fallback"
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
