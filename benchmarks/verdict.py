@@ -9,7 +9,17 @@ import attrs
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Verdict", "lines"]
+__all__ = ["CALL_TARGETS_US", "Verdict", "lines"]
+
+CALL_TARGETS_US = {
+    "forward, out=": 1.6,
+    "forward": 2.0,
+    "forward through the op, out=": 15.0,
+    "forward through the op": 15.0,
+    "selection, warm": 10.0,
+    "request and selection": 10.0,
+}
+"""What q4core may add to the backend's own call, by name: for ``overhead`` and for the small layers of ``cpu``."""
 
 
 @attrs.frozen

@@ -8,7 +8,7 @@ import attrs
 
 from benchmarks.cpu import rounds
 from benchmarks.cpu.quantized_torch import PORTABLE
-from benchmarks.verdict import Verdict
+from benchmarks.verdict import CALL_TARGETS_US, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,9 +126,10 @@ def _prefill_verdicts(stage: Stage) -> Iterator[Verdict]:
 
 def _small_verdicts(small: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
     for layer in small:
-        for words, limit in (("with out=", 3.0), ("without out=", 7.0)):
-            over = layer["calls"][f"forward {words}"]["median"] - layer["calls"]["kernel"]["median"]
-            target = f"small layers: forward {words} adds {limit:g} µs to the kernel"
+        for words, name in (("with out=", "forward, out="), ("without out=", "forward")):
+            limit = CALL_TARGETS_US[name]
+            over = layer["calls"][f"forward {words}"]["median"] - layer["calls"]["backend"]["median"]
+            target = f"small layers: forward {words} adds {limit:g} µs to the backend's own call"
             yield Verdict(target, layer["name"], over, limit, is_most=True, against="backend.linear")
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from q4core.formats import Format, Packing, ScaleKind
 
 _OPS = ("linear", "quantize", "input_gradient")
+_OPS_RULE = f"one of {', '.join(map(repr, _OPS))}"  # not for each request anew
 _OF_WEIGHT = ("format", "scale_kind", "packing", "block_size", "features", "out_features", "in_features")
 
 _ROUNDED = {
@@ -28,6 +29,8 @@ Features = frozenset[Feature]
 
 
 def _to_device(value: torch.device | str) -> torch.device:
+    if isinstance(value, torch.device):
+        return value
     try:
         return torch.device(value)
     except (RuntimeError, TypeError):
@@ -35,6 +38,8 @@ def _to_device(value: torch.device | str) -> torch.device:
 
 
 def _to_precision(value: ActivationPrecision | str) -> ActivationPrecision:
+    if isinstance(value, ActivationPrecision):
+        return value
     return to_option(ActivationPrecision, value, "request", "precision")
 
 
@@ -87,9 +92,9 @@ class Request:
         """Check op, dtypes and M range."""
         require(is_row_range(self.m), "request", "m", ROW_RANGE, self.m)
         for name in ("dtype", "out_dtype"):
-            value = getattr(self, name)
-            require(isinstance(value, torch.dtype), "request", name, "a torch dtype", value)
-        require(self.op in _OPS, "request", "op", f"one of {', '.join(map(repr, _OPS))}", self.op)
+            if not isinstance(getattr(self, name), torch.dtype):
+                raise ConfigError("request", name=name, rule="a torch dtype", value=getattr(self, name))
+        require(self.op in _OPS, "request", "op", _OPS_RULE, self.op)
 
     @classmethod
     def for_weight(  # noqa: PLR0913  # one argument per fact that the weight does not know

@@ -82,10 +82,13 @@ def _make_anywhere(  # noqa: C901, PLR0913  # one flat list of conditions: each 
     plan, prepared, counts = weight.plan, weight.prepared, weight.counts
     linear = plan.backend.linear
     features, outputs, dtype = plan.in_features, plan.out_features, plan.dtype
+    # Three without a loop, which costs as much as they do; the backend's one and the tag are the least.
+    (name_0, buffer_0), (name_1, buffer_1), (name_2, buffer_2), *further = (*own[:2], *(own[2:] or own[:1]))
     bias_shape = (outputs,)
     in_bytes, out_bytes = features * dtype.itemsize, outputs * dtype.itemsize
     names = [segment.path.name for segment in plan.segments]
-    serves_one = plan.segments[0].low == 1
+    one_row, one_result = (1, features) if plan.segments[0].low == 1 else None, (1, outputs)
+    one_before = -out_bytes
     segment_index, grad_enabled, plain = plan.segment_index, torch.is_grad_enabled, PLAIN
     modes, overrides, transform, autocast = dispatch_modes, function_modes, innermost_transform, casts
     recorded, default_dtype = is_recorded, torch.get_default_dtype
@@ -108,9 +111,11 @@ def _make_anywhere(  # noqa: C901, PLR0913  # one flat list of conditions: each 
             or not x.is_contiguous()
         ):
             return None
-        for name, buffer in own:  # a functional call may have swapped any of them
-            if buffers[name] is not buffer:
-                return None
+        # A functional call may have swapped any of the buffers.
+        if buffers[name_0] is not buffer_0 or buffers[name_1] is not buffer_1 or buffers[name_2] is not buffer_2:
+            return None
+        if further and any(buffers[name] is not buffer for name, buffer in further):
+            return None
         bias: Any = parameters["bias"]
         if bias is not None and (
             bias.dtype is not dtype
@@ -121,45 +126,48 @@ def _make_anywhere(  # noqa: C901, PLR0913  # one flat list of conditions: each 
         ):  # replaced since; the slow way says what is wrong
             return None
         shape = x.shape
-        if not shape or shape[-1] != features:
-            return None
+        if shape == one_row:  # a token's, of which every further step counts
+            two, rows, index, expected, before, after = True, 1, 0, one_result, one_before, in_bytes
+        else:
+            if not shape or shape[-1] != features:
+                return None
+            two = len(shape) == 2  # noqa: PLR2004  # [M, K] needs no view
+            rows = shape[0] if two else x.numel() // features
+            found = segment_index(rows) if rows else None
+            if found is None:
+                return None
+            index, expected, before, after = found, (*shape[:-1], outputs), -rows * out_bytes, rows * in_bytes
         if grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad) or (out is not None and out.requires_grad)
         ):
             return None
-        two = len(shape) == 2  # noqa: PLR2004  # [M, K] needs no view
-        rows = shape[0] if two else x.numel() // features
-        index = 0 if rows == 1 and serves_one else segment_index(rows) if rows else None
-        if index is None:
-            return None
         if out is None:
             # Sizes one by one: a tuple of them costs 0.8 µs more, and dtype= 0.2 µs.
-            if not two:
-                out = empty(*shape[:-1], outputs, dtype=dtype)
-            else:
-                out = empty(rows, outputs) if default_dtype() is dtype else empty(rows, outputs, dtype=dtype)
+            out = empty(*expected) if default_dtype() is dtype else empty(*expected, dtype=dtype)
         else:
-            x_at, out_at = x.data_ptr(), out.data_ptr()
+            gap = out.data_ptr() - x.data_ptr()
             if (
                 type(out) is not plain
                 or out.dtype is not dtype
-                or out.shape != ((rows, outputs) if two else (*shape[:-1], outputs))
+                or out.shape != expected
                 or out.is_cpu is not is_cpu
                 or not out.is_contiguous()
                 or out.is_neg()
-                or (out_at < x_at + rows * in_bytes and x_at < out_at + rows * out_bytes)  # they overlap
+                or before < gap < after  # they overlap
             ):
                 return None
         try:
             if two:
-                found = linear(prepared, x, out, bias=bias, path=names[index])
+                outliers = linear(prepared, x, out, bias=bias, path=names[index])
             else:
-                found = linear(prepared, x.view(rows, features), out.view(rows, outputs), bias=bias, path=names[index])
+                outliers = linear(
+                    prepared, x.view(rows, features), out.view(rows, outputs), bias=bias, path=names[index]
+                )
         except PLUGIN_FAULTS as error:
             raise_broken_call(error, plan.backend, "linear", names[index])
         counts[index] += 1
-        if type(found) is int and found:  # of another backend, whatever it returns
-            weight.outlier_rows += found
+        if type(outliers) is int and outliers:  # of another backend, whatever it returns
+            weight.outlier_rows += outliers
         return out
 
     return fast

@@ -175,6 +175,7 @@ _VARIABLES = {
     "Q4_PRECISION": "activation_precision",
     "Q4_UNIFIED_MEMORY": "unified_memory",
 }
+_KEYS = [os.environ.encodekey(name) for name in _VARIABLES]
 
 
 def _from_environment(values: tuple[str | None, ...]) -> SessionConfig:
@@ -206,13 +207,16 @@ def resolve_config(
     """
     if config is not None and not isinstance(config, SessionConfig):
         raise ConfigError("configuration", name="config", rule="a SessionConfig or None", value=config)
-    source = os.environ if environment is None else environment
-    return _resolve(config or _EMPTY, _ACTIVE.get(), tuple(source.get(name) for name in _VARIABLES))
+    # Without ``os.environ.get``, which raises and catches a KeyError for each unset variable: 3 µs.
+    source: Any = os.environ._data if environment is None else environment  # type: ignore[attr-defined]  # noqa: SLF001
+    values = tuple(map(source.get, _KEYS if environment is None else _VARIABLES))
+    return _resolve(config or _EMPTY, _ACTIVE.get(), values)
 
 
 @functools.lru_cache(maxsize=512)  # asked for every selection; merging costs 20 µs
-def _resolve(config: SessionConfig, active: SessionConfig, values: tuple[str | None, ...]) -> SessionConfig:
-    return config.over(active).over(_from_environment(values)).over(_DEFAULT)
+def _resolve(config: SessionConfig, active: SessionConfig, values: tuple[str | bytes | None, ...]) -> SessionConfig:
+    texts = tuple(None if value is None else os.fsdecode(value) for value in values)
+    return config.over(active).over(_from_environment(texts)).over(_DEFAULT)
 
 
 @contextlib.contextmanager

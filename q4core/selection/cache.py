@@ -48,20 +48,20 @@ def apply_config(request: Request, config: SessionConfig) -> Request:
         ConfigError: The device of either is not available.
         PolicyConflictError: The two contradict each other.
     """
-    auto, asked = ActivationPrecision.AUTO, _available(request.device)
+    auto, asked, changes = ActivationPrecision.AUTO, _available(request.device), dict[str, Any]()
     precision, device = config.activation_precision or auto, resolve_device(config, asked)
-    if auto not in {precision, request.precision} and precision is not request.precision:
-        raise _conflict("precision", precision.value, request.precision.value)
-    if config.compute_dtype not in {None, request.dtype}:
+    if precision is not auto and precision is not request.precision:
+        if request.precision is not auto:
+            raise _conflict("precision", precision.value, request.precision.value)
+        changes["precision"] = precision
+    if config.compute_dtype is not None and config.compute_dtype is not request.dtype:
         raise _conflict("dtype", str(config.compute_dtype), str(request.dtype))
-    if device != asked and asked.type != "cpu":  # a weight on the CPU moves to where the session computes
-        raise _conflict("device", str(device), str(request.device))
-    wanted: dict[str, Any] = {
-        "precision": request.precision if precision is auto else precision,
-        "gradients": request.gradients or bool(config.gradients),
-        "device": device,
-    }
-    changes = {name: value for name, value in wanted.items() if value != getattr(request, name)}
+    if config.gradients and not request.gradients:
+        changes["gradients"] = True
+    if device != request.device:
+        if device != asked and asked.type != "cpu":  # a weight on the CPU moves to where the session computes
+            raise _conflict("device", str(device), str(request.device))
+        changes["device"] = device
     return attrs.evolve(request, **changes) if changes else request
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import generate
 from benchmarks.cpu import rounds, verdicts
-from benchmarks.verdict import Verdict, lines
+from benchmarks.verdict import CALL_TARGETS_US, Verdict, lines
 from tests.support.benchmark_results import decode_stage, prefill_stage, stage_of
 
 
@@ -118,11 +118,16 @@ def test_the_cache_resident_case_proves_no_target() -> None:
 
 
 def test_small_layers_are_judged_by_what_they_add() -> None:
-    """The kernel's own time is taken off, and each way of calling has its limit."""
-    calls = {"kernel": {"median": 8.0}, "forward with out=": {"median": 11.5}, "forward without out=": {"median": 14.5}}
+    """The backend's own call is taken off, and each way of calling has the limit that ``overhead`` has."""
+    calls = {
+        "backend": {"median": 8.0},
+        "forward with out=": {"median": 9.75},
+        "forward without out=": {"median": 9.75},
+    }
     with_out, without = verdicts.judge([], [{"name": "q4_0", "calls": calls}])
-    assert (with_out.ratio, with_out.word) == (3.5, "MISSED")
-    assert (without.ratio, without.word) == (6.5, "met")
+    assert (with_out.ratio, with_out.word) == (1.75, "MISSED")
+    assert (without.ratio, without.word) == (1.75, "met")
+    assert (with_out.limit, without.limit) == (CALL_TARGETS_US["forward, out="], CALL_TARGETS_US["forward"])
 
 
 def test_the_worst_case_is_told() -> None:
