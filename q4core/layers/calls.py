@@ -23,22 +23,27 @@ _LINEAR = torch.ops.q4core.linear.default
 _LINEAR_OUT = torch.ops.q4core.linear_out.default
 
 
-def check_options(label: str, own: torch.dtype, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
+def argument_error(layer: str, name: str, rule: str, value: object, hint: str | None = None) -> InputError:
+    """Return the error for an argument of a layer."""
+    return InputError(f"layer {layer!r}", name=name, rule=rule, value=value, hint=hint)
+
+
+def check_options(layer: str, own: torch.dtype, out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
     """Raise an ``InputError`` for an out_dtype or out that does not fit a layer's own dtype."""
     dtype = out_dtype or own
     if out_dtype is not None and out_dtype not in FLOATS:
         rule, hint = "float32, bfloat16 or float16", "Leave out_dtype= away for the layer's own."
-        raise InputError(label, name="out_dtype", rule=rule, value=out_dtype, hint=hint)
+        raise argument_error(layer, "out_dtype", rule, out_dtype, hint)
     if out is not None and out.dtype is not dtype:
         hint = "Give a tensor of that dtype, name its dtype by out_dtype=, or leave out= away."
-        raise InputError(label, name="out", rule=f"of dtype {dtype}", value=out.dtype, hint=hint)
+        raise argument_error(layer, "out", f"of dtype {dtype}", out.dtype, hint)
     if out is not None and out.requires_grad and out.is_leaf and torch.is_grad_enabled():
         rule, value = "a tensor that does not require gradients", "requires_grad=True"
-        raise InputError(label, name="out", rule=rule, value=value, hint=_NO_GRAD)
+        raise argument_error(layer, "out", rule, value, _NO_GRAD)
 
 
 def call_op(  # noqa: PLR0913  # the facts of one call
-    label: str,
+    layer: str,
     x: torch.Tensor,
     buffers: list[torch.Tensor],
     bias: torch.Tensor | None,
@@ -55,13 +60,13 @@ def call_op(  # noqa: PLR0913  # the facts of one call
         y: torch.Tensor = call(x, buffers, bias, plan)
         return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype)
     if by_function or (not tracing and is_forward_mode()):
-        raise InputError(label, name="out", rule="None under torch.func and in forward mode", value="a tensor")
+        raise argument_error(layer, "out", "None under torch.func and in forward mode", "a tensor")
     if tracing or out.dtype is not x.dtype:
         out.copy_(_LINEAR(x, buffers, bias, plan))
         return out
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         rule = "None where gradients are recorded"
-        raise InputError(label, name="out", rule=rule, value="a tensor", hint=_NO_GRAD)
+        raise argument_error(layer, "out", rule, "a tensor", _NO_GRAD)
     _LINEAR_OUT(x, buffers, bias, plan, out)
     return out
 

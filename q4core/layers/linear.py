@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from q4core.codec import dequantize
 from q4core.errors import InputError, LifecycleError, Q4Error
 from q4core.formats import FLOATS, BlockOrder
-from q4core.layers.calls import call_op, check_options, place_input, raise_unplaceable
+from q4core.layers.calls import argument_error, call_op, check_options, place_input, raise_unplaceable
 from q4core.layers.diagnosis import Diagnostics
 from q4core.layers.fast_path import make_fast_path
 from q4core.layers.preparation import copy_weight, prepare_weight
@@ -208,7 +208,7 @@ class Q4Linear(nn.Module):
             found, dtype = given.shape, self.dtype
         if found != shape or dtype is not self.dtype or given.device.type == "meta":
             rule = f"{shape[0]}×{shape[1]} for {self.dtype} and hold data"
-            raise self._error("weight", rule, f"{found[0]}×{found[1]} for {dtype} on {given.device}")
+            raise argument_error(self.name, "weight", rule, f"{found[0]}×{found[1]} for {dtype} on {given.device}")
         if isinstance(given, Q4Linear):
             given.close()  # first, as the op forgets its tag then, which is the layer's own afterwards
             self._take(taken)
@@ -332,12 +332,12 @@ class Q4Linear(nn.Module):
         rule = f"an int64 or int32 tensor of values in 0 … {self.out_features - 1}"
         if not isinstance(index, torch.Tensor) or index.dtype not in {torch.int64, torch.int32}:
             got = index.dtype if isinstance(index, torch.Tensor) else type(index).__name__
-            raise self._error("index", rule, got)
+            raise argument_error(self.name, "index", rule, got)
         if not index.numel():
             return torch.empty((*index.shape, self.in_features), dtype=wanted, device=self.device)
         low, high = map(int, torch.aminmax(index))
         if low < 0 or high >= self.out_features:
-            raise self._error("index", rule, low if low < 0 else high)
+            raise argument_error(self.name, "index", rule, low if low < 0 else high)
         flat = index.reshape(-1).to(self.device, torch.int64)
         with torch.no_grad():
             # Blocks that straddle rows can't be exported by rows.
@@ -457,34 +457,31 @@ class Q4Linear(nn.Module):
         """Call the registered op, which checks its arguments; errors name the layer."""
         given: object = x
         if not isinstance(given, torch.Tensor):
-            raise self._error("x", "a tensor", type(given).__name__, "Use torch.as_tensor(x).")
-        weight, label = self._weight, f"layer {self.name!r}"
-        dtype = weight.dtype
+            raise argument_error(self.name, "x", "a tensor", type(given).__name__, "Use torch.as_tensor(x).")
+        weight, dtype = self._weight, self._weight.dtype
         if x.dtype is not dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
             x = x.to(dtype)
         if out_dtype is not None or out is not None:
-            check_options(label, dtype, out, out_dtype)
+            check_options(self.name, dtype, out, out_dtype)
         if _is_tracing() or is_recorded():
             if weight.config.unified_memory is UnifiedMemoryPolicy.REQUIRE_UNIFIED:
                 raise_unplaceable()
-            return call_op(label, x, self._own_buffers(), bias, self._plan_key, out_dtype, out, tracing=True)
-        ready, own = self._require_ready(), cast("object", bias)
+            return call_op(self.name, x, self._own_buffers(), bias, self._plan_key, out_dtype, out, tracing=True)
+        ready = weight if isinstance(weight, PreparedWeight) else self._require_ready()
+        own: object = bias
         if own is not None and not isinstance(own, torch.Tensor):
-            refuse_bias(label, own, dtype, self.out_features, self.device)
+            refuse_bias(f"layer {self.name!r}", own, dtype, self.out_features, self.device)
         if self._is_managed or x.layout is not _STRIDED or (out is not None and out.dtype is not dtype):
             # Before the op is called, because something is done before that.
-            check_linear_call(ready.plan, ready.device, x, bias, out, out_dtype=out_dtype, label=label)
+            check_linear_call(ready.plan, ready.device, x, bias, out, out_dtype=out_dtype, label=f"layer {self.name!r}")
         try:
             if self._is_managed:
                 x = place_input(ready, x, self._plugins(), self.name, self.session_name)
-            return call_op(label, x, self._own_buffers(), bias, self._plan_key, out_dtype, out, tracing=False)
+            return call_op(self.name, x, self._own_buffers(), bias, self._plan_key, out_dtype, out, tracing=False)
         except InputError as error:
             fault = error
-        check_linear_call(ready.plan, ready.device, x, bias, out, out_dtype=out_dtype, label=label)
+        check_linear_call(ready.plan, ready.device, x, bias, out, out_dtype=out_dtype, label=f"layer {self.name!r}")
         raise fault
-
-    def _error(self, name: str, rule: str, value: object, hint: str | None = None) -> InputError:
-        return InputError(f"layer {self.name!r}", name=name, rule=rule, value=value, hint=hint)
 
     # -- what nn.Module asks for: moving, state dicts, copies, pickles
 

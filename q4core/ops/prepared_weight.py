@@ -83,20 +83,16 @@ class PreparedWeight(LayerWeight):
         self.counts = [0] * len(self.plan.segments)
 
 
-_BY_TAG: dict[int, PreparedWeight] = {}
+BY_TAG: dict[int, PreparedWeight] = {}
+"""Weights by the address of their tag, for the ops."""
 
 
 def register_weight(weight: PreparedWeight) -> None:
     """Let the ops find a weight by its tag."""
-    _BY_TAG[weight.address] = weight
+    BY_TAG[weight.address] = weight
 
 
 def forget_weight(weight: PreparedWeight) -> None:
     """Undo ``register_weight``, unless the address has a new owner."""
-    if _BY_TAG.get(weight.address) is weight:
-        del _BY_TAG[weight.address]
-
-
-def weight_of_tag(tag: torch.Tensor) -> PreparedWeight | None:
-    """Return the weight that has a tag's address."""
-    return _BY_TAG.get(tag.data_ptr())
+    if BY_TAG.get(weight.address) is weight:
+        del BY_TAG[weight.address]

@@ -19,7 +19,7 @@ from q4core.errors import PLUGIN_FAULTS, InputError
 from q4core.machine import on_device, without_casts
 from q4core.ops.call_check import check_buffers, check_linear_call, check_operand
 from q4core.ops.imports import find_plan
-from q4core.ops.prepared_weight import weight_of_tag
+from q4core.ops.prepared_weight import BY_TAG
 from q4core.selection.plan import raise_broken_call
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device
 
     Buffers that are not that layer's own are checked.
     """
-    live = weight_of_tag(buffers[-1]) if buffers else None
+    live = BY_TAG.get(buffers[-1].data_ptr()) if buffers else None
     if live is not None and live.plan.key == key:
         if len(buffers) == len(live.buffers) and all(map(operator.is_, buffers, live.buffers)):
             return live.plan, live.device, live.prepared, live
