@@ -113,7 +113,7 @@ class Backend(Protocol):
     ``describe(meta) -> dict`` gives ``Prepared.meta`` as what JSON holds, with a number that changes with the layout,
     and ``meta_from(facts) -> meta`` gives an equal one back in any process; a ``Q4Error`` for facts that this
     version did not write. With both, and an ``export`` that refuses tensors of other sizes than the layout's, what is
-    prepared can be stored and taken up by another process.
+    prepared can be stored and reused by another process.
 
     What a backend has loaded or compiled it may keep after its last layer is gone, for the next one.
     """

@@ -69,8 +69,8 @@ def borrowed(package: str) -> list[str]:
     ]
 
 
-OF_OTHERS = {"_version", "_sleep", "_parameters", "_buffers", "_modules"}
-"""Names of torch's objects that are names of ours, too."""
+OF_OTHERS = {"_version", "_sleep", "_parameters", "_buffers", "_modules", "_data"}
+"""Names of torch's objects, and of ``os.environ``, that are names of ours, too."""
 
 
 def test_a_private_name_of_another_package_is_found() -> None:

@@ -56,7 +56,7 @@ class SharedWeight:
             name: For messages and reports. Defaults to the shared one's.
 
         Raises:
-            LifecycleError: The memory is gone; or the weight can't be taken up here, and was shared without its
+            LifecycleError: The memory is gone; or the prepared layer cannot be reused here, and was shared without its
                 canonical form.
         """
         found = self._where.tensors()
