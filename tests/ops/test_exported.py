@@ -133,8 +133,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Call]:
 
     def move(*backends: Any, key: Callable[[str], str] = str) -> Call:
         layer = q4.Session(registry=registry(Describing())).linear(q4.quantize(torch.randn(N, K), "nf4"))
-        for known in list(imports.PLANS):
-            monkeypatch.delitem(imports.PLANS, known)
+        monkeypatch.setattr(imports, "PLANS", {})
         there = registry(*backends)
         monkeypatch.setattr(imports, "default_registry", lambda: there)
         x = torch.randn(5, K)  # no number of rows that is probed
