@@ -12,6 +12,7 @@ from benchmarks import record
 from benchmarks.gpu import ours
 from benchmarks.gpu.timing import synchronize
 from benchmarks.problem import Problem
+from q4core.extension import LayerHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,15 +28,15 @@ _FORMATS = frozenset({"nf4", "int4 g128", "nvfp4", "mxfp4"})
 
 def _calls(layer: q4.Q4Linear, shape: tuple[int, int], place: Place) -> dict[str, Callable[[], object]]:
     """Return what is timed: all of it starts work and waits for none."""
-    ready = layer._require_ready()  # noqa: SLF001  # the bare backend is the yardstick
-    path = ready.plan.segments[0].path.name
+    handle = LayerHandle(layer)  # the bare backend is the yardstick
+    path = handle.segments[0].path.name
     x = torch.randn(1, shape[1], device=place.device, dtype=ours.DTYPE)
     out = torch.empty(1, shape[0], device=place.device, dtype=ours.DTYPE)
     weight = torch.randn(shape, device=place.device, dtype=ours.DTYPE)
     return {
         "forward with out=": functools.partial(layer.forward, x, out=out),
         "forward without out=": functools.partial(layer.forward, x),
-        "backend": functools.partial(ready.plan.backend.linear, ready.prepared, x, out, bias=None, path=path),
+        "backend": functools.partial(handle.backend.linear, handle.prepared, x, out, bias=None, path=path),
         "bf16 F.linear": functools.partial(torch.nn.functional.linear, x, weight),
     }
 
