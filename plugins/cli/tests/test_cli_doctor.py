@@ -34,7 +34,7 @@ def _without_the_tests_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child process knows nothing of what a test put into this one."""
-    monkeypatch.setattr("q4_cli.app.try_plugins", dict)
+    monkeypatch.setattr("q4_cli.doctor.try_plugins", lambda *_: {})
 
 
 def test_doctor_tells_machine_plugins_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +151,6 @@ def q4_backends():
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -175,11 +174,10 @@ def test_doctor_names_a_plugin_that_hangs_or_crashes(
 ) -> None:
     """Each plugin is tried in a child process: one that hangs or ends it is named, and the others are shown."""
     (tmp_path / "q4_bad.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("Q4_PLUGIN_MODULES", "q4_bad")
     monkeypatch.setenv("Q4_PLUGINS", "dequant-fallback,gguf")
-    monkeypatch.setattr("q4_cli.app.try_plugins", try_plugins)
+    monkeypatch.setattr("q4_cli.doctor.try_plugins", try_plugins)
     limit = scaled(3)  # importing the sound plugins takes a part of a second each
     what = what.replace("LIMIT", f"{limit:g}")
     monkeypatch.setattr("q4_cli.trial.LIMIT_S", limit)
@@ -192,6 +190,44 @@ def test_doctor_names_a_plugin_that_hangs_or_crashes(
         "q4_bad": "refused",
     }
     assert {item["backend"] for item in record["verdicts"]} == {"dequant-fallback"}
+
+
+def test_sound_plugins_pass_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin whose check ends itself is no fault of the process; modules of the current folder are not taken."""
+    (tmp_path / "q4_quits.py").write_text(CHECK.replace("ACT", "raise SystemExit(3)"))
+    (tmp_path / "typer.py").write_text("raise RuntimeError('of the folder')")
+    (place := tmp_path / "elsewhere").mkdir()
+    (tmp_path / "q4_quits.py").rename(place / "q4_quits.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setenv("Q4_PLUGIN_MODULES", "q4_quits")
+    monkeypatch.setenv("Q4_PLUGINS", "dequant-fallback")
+    assert try_plugins([torch.device("cpu")], None) == {}
+
+
+def test_the_trial_asks_for_the_dtype_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that ends the process for one dtype is found where that dtype is asked for."""
+    act = "request.dtype is torch.float16 and __import__('os')._exit(4)"
+    text = CHECK.replace("ACT", act).replace("{torch.float32}", "{torch.float16, torch.float32}")
+    (tmp_path / "q4_picky.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("Q4_PLUGIN_MODULES", "q4_picky")
+    monkeypatch.setenv("Q4_PLUGINS", "dequant-fallback")
+    assert [*try_plugins([torch.device("cpu")], torch.float16)] == ["q4_picky"]
+    assert try_plugins([torch.device("cpu")], torch.float32) == {}
+
+
+def test_a_trial_that_does_not_begin_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plugins that nobody tried are not called sound in silence."""
+    monkeypatch.setattr("q4_cli.trial.names_of_plugins", lambda _: ("gguf",))
+    monkeypatch.setattr("sys.path", [])
+    assert try_plugins([torch.device("cpu")], None) == {}
+    assert (
+        "plugins could not be tried in a child process, which ended its process, with status 1"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")

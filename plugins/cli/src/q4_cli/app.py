@@ -22,7 +22,6 @@ from q4_cli.failure import BROKEN_PIPE, INTERRUPTED, tell
 from q4_cli.inspect import inspect
 from q4_cli.output import warn, warnings_on_stderr
 from q4_cli.quantize import quantize
-from q4_cli.trial import disabling, try_plugins
 from q4core.plugin_api import muted, parse_log, plugin_of_command
 
 if TYPE_CHECKING:
@@ -119,15 +118,14 @@ def _call(words: list[str], registry: q4.Registry | None) -> int:
         quiet = muted()
     hidden = (q4.Q4PluginWarning,) if is_doctor else ()  # doctor tells what is wrong with plugins anyway
     with quiet, _terminable(), warnings_on_stderr(*hidden):
-        hung = try_plugins() if is_doctor and registry is None and not {"-h", "--help"} & {*words} else {}
-        if hung:
-            registry = q4.Registry(environment=disabling([*hung]))
+        if registry is None and is_doctor:
+            registry = q4.Registry([])  # which loads the plugins itself, once it has tried them
         elif registry is None:
             # The plugin that announces the command, alone, so that no other one can take it away by crashing.
             announced = plugin_of_command(words[0], os.environ)
             registry = q4.default_registry() if announced is None else q4.Registry([announced])
         command = typer.main.get_command(build_app(registry))
-        status = command.main(args=words, prog_name="q4", standalone_mode=False, obj=(registry, hung))
+        status = command.main(args=words, prog_name="q4", standalone_mode=False)
         sys.stdout.flush()
     if status == INTERRUPTED:  # newer typers turn Ctrl-C into a status of their own
         raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
@@ -12,6 +13,7 @@ import q4core as q4
 from q4_cli import options
 from q4_cli.doctor_report import environment_facts, survey_backends, unknown_formats, versions
 from q4_cli.output import bytes_text, open_output, say, say_path
+from q4_cli.trial import shut_out, try_plugins
 from q4core.memory import availability
 from q4core.plugin_api import resolve_device
 
@@ -29,7 +31,6 @@ _WORDS = {"all": ("serves", "green"), "some": ("partly", "yellow"), "none": ("no
 
 
 def doctor(
-    context: typer.Context,
     *,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -38,15 +39,16 @@ def doctor(
 ) -> None:
     """Show what is installed, what this machine has, and what each backend can do with each format here."""
     config = q4.SessionConfig(device=device, compute_dtype=options.parse_dtype(dtype))
-    with open_output(as_json=as_json) as output:
-        given: tuple[q4.Registry, dict[str, str]] = context.obj or (q4.default_registry(), {})
-        registry, hung = given
+    with contextlib.ExitStack() as stack, open_output(as_json=as_json) as output:
         facts = q4.machine_facts()
         devices = [torch.device("cpu"), *(torch.device("cuda", item.index) for item in facts.cuda_devices)]
         if device not in {None, "auto"}:
             devices = [resolve_device(config, torch.device("cpu"))]
-        verdicts = survey_backends(registry, devices, config.compute_dtype)
         variables, problems = environment_facts()
+        hung = try_plugins(devices, config.compute_dtype)
+        stack.enter_context(shut_out([*hung]))
+        registry = q4.default_registry()
+        verdicts = survey_backends(registry, devices, config.compute_dtype)
         problems += unknown_formats(registry)
         record: dict[str, Any] = {
             "versions": versions(registry),
