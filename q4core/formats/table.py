@@ -121,6 +121,9 @@ class Format:
             rule = f"one of its scale kinds {_in_order(self.scale_kinds)}"
             raise FormatError(what, name="scale_kind", rule=rule, value=str(self.scale_kind))
 
+        if self.has_flat_blocks and self.form is not Form.CODEBOOK:
+            raise FormatError(what, name="has_flat_blocks", rule="False without a codebook", value=True)
+
     def _own_packing(self) -> Packing:
         return Packing.BYTES if self.bits == _BYTE_BITS else Packing.LOW_FIRST
 

@@ -230,6 +230,10 @@ def _fault_of(item: Any, hook: str) -> Reason | None:
         return _broken(f"an item must be a {kind.__name__}, got {item!r}")
     if _name_of(item) is None:
         return _broken(f"an item must have a name, got {item!r}")
+    if hook == "q4_quantizers" and not (
+        isinstance(getattr(item, "rules", None), frozenset) and callable(getattr(item, "quantize", None))
+    ):
+        return _broken("a quantizer must have rules, a frozenset, and the method quantize")
     return _fault_of_backend(item) if hook == "q4_backends" else None
 
 
@@ -240,11 +244,7 @@ def _fault_of_backend(item: Any) -> Reason | None:
         return Reason(ReasonCode.API_VERSION, f"api_version must be {served}, or an older minor, got {version!r}")
     if not isinstance(declared, Capabilities):
         return _broken("capabilities must be a Capabilities")
-    optional = {
-        "quantize": ["quantize"],
-        "input_gradient": ["input_gradient"],
-    }
-    methods = ["check", "prepare", "linear", *(name for op in optional if op in declared.ops for name in optional[op])]
+    methods = ["check", "prepare", "linear", *(op for op in ("quantize", "input_gradient") if op in declared.ops)]
     missing = [name for name in methods if not callable(getattr(item, name, None))]
     return _broken(f"a backend must have the methods {', '.join(missing)}") if missing else None
 
@@ -254,8 +254,7 @@ def _is_served_version(version: object) -> bool:
     if not isinstance(version, tuple) or len(version) != 2:  # noqa: PLR2004  # major, minor
         return False
     major, minor = version
-    newest = dict(SERVED_VERSIONS).get(major)
-    return newest is not None and isinstance(minor, int) and 0 <= minor <= newest
+    return any(major == known and isinstance(minor, int) and 0 <= minor <= newest for known, newest in SERVED_VERSIONS)
 
 
 _default: Registry | None = None

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from q4core.checkpoint.opening import way_to
-from q4core.errors import FormatError, PluginError
+from q4core.diagnostics.describe_exception import describe_exception
+from q4core.errors import PLUGIN_FAULTS, FormatError, PluginError, Q4Error
 from q4core.formats import BUILTIN_FORMATS, Format, find_format
 from q4core.plugins.registry import default_registry
 from q4core.policy import Rounding, to_option
+from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:
-    import torch
-
     from q4core.formats import Packing, ScaleKind
     from q4core.plugins.registry import Registry
-    from q4core.weight import PackedWeight
 
 
 class Quantizer(Protocol):
@@ -87,7 +88,19 @@ def quantize(  # noqa: PLR0913  # one argument per wish
         is_own = kind.rule in {item.rule for item in BUILTIN_FORMATS.values()} and not fitting
         hint = way_to("quantize", {item.name: item.state for item in plugins.records()}) if is_own else None
         raise PluginError(f"quantize to {kind}", name="rule", rule=rule, value=kind.rule, where=name, hint=hint)
-    return fitting[0].quantize(
-        dense, kind, block_size=block_size, scale_kind=scale_kind, packing=packing, symmetric=symmetric, name=name,
-        rounding=chosen, seed=seed, registry=plugins,
-    )  # fmt: skip
+    (quantizer,) = fitting
+    try:
+        packed: object = quantizer.quantize(
+            dense, kind, block_size=block_size, scale_kind=scale_kind, packing=packing, symmetric=symmetric, name=name,
+            rounding=chosen, seed=seed, registry=plugins,
+        )  # fmt: skip
+    except (Q4Error, MemoryError, torch.OutOfMemoryError):
+        raise
+    except PLUGIN_FAULTS as error:
+        what = f"quantizer {quantizer.name!r} raised {describe_exception(error)}"
+        raise PluginError(what, where=name) from error
+    if not isinstance(packed, PackedWeight) or (packed.out_features, packed.in_features) != tuple(dense.shape):
+        value = packed.shape if isinstance(packed, PackedWeight) else type(packed).__name__
+        rule = f"a PackedWeight of {list(dense.shape)}"
+        raise PluginError(f"quantizer {quantizer.name!r}", name="result", rule=rule, value=value, where=name)
+    return packed

@@ -197,7 +197,11 @@ def test_a_format_reads_the_same_in_every_process() -> None:
 
 @pytest.mark.parametrize(
     ("facts", "name"),
-    [({"packing": q4.Packing.BYTES}, "packing"), ({"scale_kind": q4.ScaleKind.E8M0}, "scale_kind")],
+    [
+        ({"packing": q4.Packing.BYTES}, "packing"),
+        ({"scale_kind": q4.ScaleKind.E8M0}, "scale_kind"),
+        ({"has_flat_blocks": True}, "has_flat_blocks"),
+    ],
 )
 def test_a_row_that_contradicts_itself_is_refused(facts: dict[str, Any], name: str) -> None:
     """Packing and scale kind fit the other facts of the row."""

@@ -68,7 +68,7 @@ def test_a_plugin_without_any_hook_is_told() -> None:
     assert "@q4core.hookimpl" in record.errors[0]
 
 
-@pytest.mark.parametrize("version", [(3, 0), (2, 1), (1, 99), (0, 9), "2.0", None, (2,)])
+@pytest.mark.parametrize("version", [(3, 0), (2, 1), (1, 99), (0, 9), "2.0", None, (2,), ([2], 0)])
 def test_a_wrong_api_version_is_refused_and_told(version: object) -> None:
     """A backend of another API version is not used, and stands among the rejections with its reason."""
     registry = q4.Registry([("a", plugin(FakeBackend("old", api_version=version), FakeBackend("good")))])

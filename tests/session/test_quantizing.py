@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -121,3 +123,41 @@ def test_a_rule_whose_codes_mean_something_else_is_refused(rule: str) -> None:
     with pytest.raises(q4.FormatError) as caught:
         q4.quantize(torch.randn(4, 64), kind, registry=_registry())
     assert caught.value.value == rule
+
+
+class Wrong(Constant):
+    """A quantiser that raises, or answers with something else."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__("wrong", "constant")
+        self.answer = answer
+
+    def quantize(self, dense: torch.Tensor, kind: q4.Format, **options: Any) -> Any:
+        """Answer."""
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (RuntimeError("boom"), "quantizer 'wrong' raised RuntimeError: boom"),
+        ("text", "quantizer 'wrong': result must be a PackedWeight of [4, 64], got 'str'"),
+    ],
+    ids=["raises", "text"],
+)
+def test_what_a_quantiser_does_wrong_is_a_plugin_error(answer: object, says: str) -> None:
+    """Its own exception and its own answer are not passed on: the error names the quantiser."""
+    kind = attrs.evolve(ROW, has_flat_blocks=False, rule="constant")
+    with pytest.raises(q4.PluginError) as caught:
+        q4.quantize(torch.randn(4, 64), kind, registry=_registry(Wrong(answer), reference=False))
+    assert says in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
+def test_an_item_that_is_no_quantiser_stops_no_other() -> None:
+    """Without rules it is recorded as a fault of its plugin, and the reference still quantises."""
+    plugins = _registry(types.SimpleNamespace(name="bare"))
+    assert q4.quantize(torch.randn(4, 64), "nf4", registry=plugins).shape == (4, 64)
+    assert any("a quantizer must have rules" in error for item in plugins.records() for error in item.errors)
