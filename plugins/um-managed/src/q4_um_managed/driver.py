@@ -140,8 +140,9 @@ class Driver:
 
     def allocate_pinned(self, size: int, device: int) -> int:
         """Return the address of new pinned memory that the GPU reaches under the same address."""
-        flags = self._runtime.hostAllocMapped | self._runtime.hostAllocPortable
-        return int(self._call("hostAlloc", size, flags, on=device, doing=f"hostAlloc({size})"))
+        with self._on(device), self._reported(f"hostAlloc({size})"):
+            flags = self._runtime.hostAllocMapped | self._runtime.hostAllocPortable
+            return int(self._runtime.hostAlloc(size, flags))
 
     def free_pinned(self, address: int, device: int) -> None:
         """Give pinned memory back; waits for the device."""
@@ -151,11 +152,13 @@ class Driver:
         """Return whether the driver says that an address is of managed memory."""
         if self._exports is not None and self._exports.is_managed(address):
             return True  # a library without the device says no of every address
-        return int(self._call("pointerGetAttributes", address).type) == _MANAGED
+        with self._reported("pointerGetAttributes"):
+            return int(self._runtime.pointerGetAttributes(address).type) == _MANAGED
 
     def device_address(self, address: int) -> int:
         """Return the address under which the GPU reaches pinned memory."""
-        return int(self._call("pointerGetAttributes", address).devicePointer)
+        with self._reported("pointerGetAttributes"):
+            return int(self._runtime.pointerGetAttributes(address).devicePointer)
 
     def advise(self, address: int, size: int, advice: str, device: int, *, is_set: bool = True) -> None:
         """Advise how managed memory will be used: ``read_mostly``, ``preferred_location``, ``accessed_by``."""
