@@ -57,6 +57,7 @@ class Processes:
             try:
                 page = Page.create(self._post.folder / f"page{number}")
                 worker = Worker(spec, page, box, self._lock)
+                handle = ProcessRef(self._post, number, spec.name, self._options.mailbox, worker)
                 self._start(worker, number)
             except BaseException as error:
                 remove_box(box, self._post.folder / f"box{number}")  # the number is the next one's
@@ -71,7 +72,7 @@ class Processes:
                 raise
             self._workers[number] = worker
         self._wake()
-        return ProcessRef(self._post, number, spec.name, self._options.mailbox, worker)
+        return handle
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> SharedMutableTensor:
         """Return a tensor in shared memory."""

@@ -144,11 +144,9 @@ class Turns:
     def await_readers(self) -> bool:
         """Let readers that wait go first, for a time; return whether some still wait then."""
         backoff = Backoff(READERS_TURN_S)
-        with contextlib.suppress(ValueError):  # it was closed meanwhile
-            while self._cells.is_readers_turn():
-                pause = backoff.next()
-                if pause is None:
-                    break
-                self._cells.wait_kept_out(pause)
-            return self._cells.keeps_out()
-        return False
+        while self._cells.is_readers_turn():
+            pause = backoff.next()
+            if pause is None:
+                break
+            self._cells.wait_kept_out(pause)
+        return self._cells.keeps_out()
