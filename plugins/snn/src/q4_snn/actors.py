@@ -202,6 +202,7 @@ class ActorNetwork:
         for name in network.order:
             population = network.population(name)
             rest = torch.zeros(batch, population.size, device=home)
+            into = tuple(self._share(item, rest) for item in network.graph.into(name))
             states = () if population.neuron is None else population.neuron.rest(rest)
             for item in network.graph.into(name):
                 if (coming := coming_of(item, batch)) is not None:
@@ -211,7 +212,6 @@ class ActorNetwork:
             source = _source_of(network, name)
             self._tensors[name] = system.mutable(torch.stack([*states, *ring]), name=name, source=source, **options)
             if population.neuron is not None:
-                into = tuple(self._share(item, rest) for item in network.graph.into(name))
                 parts[name] = _Part(copy.deepcopy(population), len(states), into)
         versions = {name: tensor.version for name, tensor in self._tensors.items()}
         if max(versions.values()) > self.clock + 1:  # nobody is two steps ahead
@@ -244,7 +244,8 @@ class ActorNetwork:
             rule, value = f"{row.dtype} on {row.device}", f"{coming.dtype} on {coming.device}"
             raise ConfigError(f"projection {item.name!r}", name="coming", rule=rule, value=value)
         copied = copy.deepcopy(item, {id(layer): nn.Identity() for layer in packed.values()})
-        layers = {name: self._share_layer(layer) for name, layer in packed.items()}
+        shared = {id(layer): self._share_layer(layer) for layer in packed.values()}  # once, whatever its names
+        layers = {name: shared[id(layer)] for name, layer in packed.items()}
         return _Shared(copied, layers, None if coming is None else tuple(coming.shape))
 
     def _share_layer(self, layer: Q4Linear) -> tuple[SharedWeight, SessionConfig]:
