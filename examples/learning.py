@@ -68,8 +68,8 @@ def compare_on_digits(
     Args:
         train: Format or None, seed and epochs → the loss of each epoch, and the share of right answers.
         about: The example's docstring.
-        epochs: Passes over the digits, unless told.
-        picture: File's name, unless told.
+        epochs: Passes over the digits by default.
+        picture: File's name by default.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=epochs)

@@ -110,7 +110,7 @@ class LayerHandle:
         return self._weight.plan.segment_index(rows)
 
     def weight(self) -> PackedWeight:
-        """Return the canonical weight, exported by the backend or kept beside it."""
+        """Return the canonical weight, exported by the backend or stored next to it."""
         return self._weight.plan.weight(self._weight.buffers)
 
     def add_outlier_rows(self, rows: int) -> None:
@@ -227,5 +227,5 @@ def record_of(layer: Q4Linear, section: str, *, name: str = "") -> Record | None
 
 def records_of(layers: Iterable[Q4Linear]) -> tuple[Record, ...]:
     """Return the records of any of these layers, each once, section by section in the order of their names."""
-    found = itertools.chain.from_iterable(_records.get(layer, {}).values() for layer in layers)
+    found = itertools.chain.from_iterable(list(_records.get(layer, {}).values()) for layer in layers)
     return tuple(sorted({id(record): record for record in found}.values(), key=lambda record: record.section))

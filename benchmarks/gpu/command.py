@@ -30,7 +30,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="all of them unless named")
     parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="begin nothing after that (540)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where results go; benchmarks/results unless told")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where results go. Defaults to benchmarks/results")
     parser.add_argument("--device", type=int, default=0, metavar="INDEX", help="which CUDA device (0)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that run cases at once (8)")
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="cases whose id starts so")

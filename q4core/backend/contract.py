@@ -52,7 +52,7 @@ class PrepareContext:
     """Where ``prepare`` puts things.
 
     Args:
-        device: Where ``empty`` allocates unless told; to a backend it is ``request.device``.
+        device: Where ``empty`` allocates by default; to a backend it is ``request.device``.
         empty: ``empty(shape, dtype)`` allocates on the device; what comes from it may be managed memory and is written
             once, in place.
         paths: The paths that were selected, each with a range of M that it will serve, by rising M: ``linear`` is
@@ -77,8 +77,8 @@ class PrepareContext:
 
         Args:
             tensor: Any strided tensor, on any device.
-            shape: Shape of the copy, of as many values; the tensor's own unless told.
-            dtype: dtype of the copy, to which the values are converted; the tensor's own unless told.
+            shape: Shape of the copy, of as many values. Defaults to the tensor's own.
+            dtype: dtype of the copy, to which the values are converted. Defaults to the tensor's own.
 
         Raises:
             ConfigError: ``shape`` holds another number of values.

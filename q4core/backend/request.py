@@ -110,8 +110,8 @@ class Request:
     ) -> Request:
         """Return the request that a linear layer over ``weight`` makes.
 
-        Arguments are fields of the request; ``dtype`` and ``device`` are the weight's own, and ``out_dtype`` is
-        ``dtype``, unless told.
+        Arguments are fields of the request; ``dtype`` and ``device`` default to the weight's own, and
+        ``out_dtype`` to ``dtype``.
         """
         second = weight.zero if weight.offset is None else weight.offset
         return cls(

@@ -35,7 +35,7 @@ def check_linear_call(  # noqa: PLR0913  # the arguments of one call
     """Refuse an x [..., K], bias [N] or out [..., N] that does not fit a plan and its buffers' device.
 
     All are strided, of the plan's dtype unless ``out_dtype`` says otherwise of out, and out has a place in memory of
-    its own for each element, which fake tensors can't be asked. ``label`` says who is called: the op unless told.
+    its own for each element, which fake tensors can't be asked. ``label`` says who is called, by default the op.
 
     Raises:
         InputError: One does not fit.

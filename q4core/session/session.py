@@ -41,8 +41,8 @@ class Session:
 
     Args:
         config: What to ask for; unset fields ask the context, the environment and the default, when a layer is made.
-        registry: The plugins to choose among; the process's unless told.
-        name: For logs; ``session-1`` and so on unless told.
+        registry: The plugins to choose among. Defaults to the process's.
+        name: For logs. Defaults to ``session-1`` and so on.
 
     Raises:
         ConfigError: The configuration, or a ``Q4_*`` variable, is not legal.
@@ -83,7 +83,7 @@ class Session:
         Args:
             weight: The packed weight; once prepared, the layer holds no reference to it.
             bias: [N] or None.
-            name: For messages and reports; the weight's own unless told.
+            name: For messages and reports. Defaults to the weight's own.
             m: Rows of x that must be served: (lowest, highest), None for no upper end.
 
         Raises:
@@ -211,7 +211,7 @@ def select(request: Request, config: SessionConfig | None = None, *, registry: R
         request: What is asked; see ``Request.for_weight``.
         config: Options; unset fields ask the context, the environment and the default. Its device, precision and
             gradients join the request, as they would for a layer.
-        registry: The plugins to choose among; the process's unless told.
+        registry: The plugins to choose among. Defaults to the process's.
 
     Raises:
         ConfigError: ``request`` is no ``Request``, or its device is not there.
@@ -264,9 +264,9 @@ def adopt_prepared(
         header: From ``export_prepared``, possibly by way of JSON.
         tensors: The tensors, of the same dtypes and shapes, contiguous and aligned to 64 bytes; never written to, so
             they may be a mapped file or shared memory. On another device than the session's they are copied there.
-        session: Whose layer it becomes; defaults to the default session.
+        session: Whose layer it becomes. Defaults to the default session.
         bias: [N] or None.
-        name: For messages and reports; default to the header's name.
+        name: For messages and reports. Defaults to the header's name.
 
     Raises:
         LifecycleError: The session is closed, or asks for something else than was prepared; the header is malformed, of

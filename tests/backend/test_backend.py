@@ -146,7 +146,7 @@ def test_probe_rows_that_are_not_legal_are_refused(rows: Any) -> None:
 
 
 def test_probe_rows_are_part_of_a_path() -> None:
-    """They may be given in any order and as any sequence; none are there unless told."""
+    """They may be given in any order and as any sequence; there are none by default."""
     facts = ("p", (9, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 0)
     assert q4.KernelPath(*facts).probe_rows == ()
     assert q4.KernelPath(*facts, probe_rows=[600, 17]).probe_rows == (17, 600)

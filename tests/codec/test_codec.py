@@ -177,7 +177,7 @@ def test_rows(kind: q4.ScaleKind, rows: Any, blocks: q4.BlockOrder) -> None:
 
 
 def test_decode_rows() -> None:
-    """``decode_rows`` takes first and last row, or an index vector, and decodes to float32 unless told."""
+    """``decode_rows`` takes first and last row, or an index vector, and decodes to float32 by default."""
     weight = random_weight("q4_1", 9, 64, dtype=torch.bfloat16)
     expected = oracle(weight)
     assert torch.equal(decode_rows(weight, 2, 6), expected[2:6])

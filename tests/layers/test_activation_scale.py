@@ -50,7 +50,7 @@ class Static(FakeBackend):
 
 
 def test_a_request_says_whether_there_is_an_activation_scale() -> None:
-    """The fact comes from the weight, and no request has it unless told."""
+    """The fact comes from the weight, and no request has it by default."""
     assert q4.Request.for_weight(_weight(0.01)).has_activation_scale
     assert not q4.Request.for_weight(_weight(None)).has_activation_scale
 

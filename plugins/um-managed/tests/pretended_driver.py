@@ -282,7 +282,7 @@ class Pretended:
 def pretend(
     *attributes: dict[str, int], host: tuple[int, int] = (64 * GIB, 128 * GIB), free: int = 4 * GIB, **options: Any
 ) -> Pretended:
-    """Return a provider on a pretended machine; a discrete GPU on Linux unless told."""
+    """Return a provider on a pretended machine, by default a discrete GPU on Linux."""
     return Pretended(Runtime(*(attributes or (CONCURRENT,)), free=free), lambda: (*host, "MemAvailable"), **options)
 
 

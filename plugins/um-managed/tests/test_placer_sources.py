@@ -132,7 +132,7 @@ class _OnCuda(torch.Tensor):
 
 
 class _Reading(FakeProvider):
-    """A provider whose device reads system memory where it lies, unless told."""
+    """A provider whose device reads system memory where it lies by default."""
 
     def __init__(self, *, result: Any = None, fails: bool = False, is_shy: bool = False) -> None:
         super().__init__()

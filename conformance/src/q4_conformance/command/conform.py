@@ -47,7 +47,7 @@ def conform(  # noqa: PLR0913  # one argument per option
     ] = None,
     *,
     profile: Annotated[
-        str | None, typer.Option(help=f"{', '.join(PROFILES)}; what NAME is, unless told.", metavar="PROFILE")
+        str | None, typer.Option(help=f"{', '.join(PROFILES)}. Defaults to what NAME is.", metavar="PROFILE")
     ] = None,
     formats: Annotated[
         list[str] | None, typer.Option("--format", metavar="FORMAT", help="Only this format (may be repeated).")

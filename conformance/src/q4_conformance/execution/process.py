@@ -53,9 +53,9 @@ class Limits:
     Args:
         case_seconds: How long one case may take.
         start_seconds: How long the process may take until it looks for plugins.
-        slow_seconds: How long one that is marked as slow may take; 300, or as long as any other, unless told.
-        load_seconds: How long each step from there to the first case may take, such as importing one plugin; half as
-            much again as a case, and 10 at least, unless told.
+        slow_seconds: How long one that is marked as slow may take. Defaults to 300, or as long as any other.
+        load_seconds: How long each step from there to the first case may take, such as importing one plugin.
+            Defaults to half as much again as a case, and 10 at least.
         memory_bytes: Resident memory, its own children included.
         deaths: After so many crashes and time-outs the rest of a group is given up.
     """

@@ -24,12 +24,12 @@ class Query:
 
     Args:
         name: As ``ConformanceTarget.name``.
-        profile: As ``ConformanceTarget.profile``; the first that fits unless told.
-        formats: Formats to judge it on; all that it declares unless told.
+        profile: As ``ConformanceTarget.profile``. Defaults to the first that fits.
+        formats: Formats to judge it on. Defaults to all that it declares.
         device: Where to compute.
         only: Texts with which the ids to run start; none runs all.
         is_pairwise: Whether to run the pairwise choice of the cases instead of all.
-        jobs: Processes at once; as many as there are cores, and two at most, unless told.
+        jobs: Processes at once. Defaults to as many as there are cores, and two at most.
         limits: What one process may take.
         budget_seconds: After which the run ends, within a case as well; the report then says that results are missing.
     """

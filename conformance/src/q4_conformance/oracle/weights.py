@@ -46,8 +46,8 @@ class WeightRecipe:
         k: In-features.
         seed: Equal recipes with equal seeds give equal bytes.
         scale_kind: One of the format's.
-        packing: The format's own unless told.
-        block_size: The format's own unless told.
+        packing: Defaults to the format's own.
+        block_size: Defaults to the format's own.
         features: OFFSET and TAIL_BLOCK follow from the format and K; the others are as asked for.
         is_grouped: Codes [N, G, P] as a strided view between other bytes, as ggml's blocks lie in a file.
         has_edges: The first rows hold what a kernel may get wrong: zero scales, one zero block, subnormal and large
@@ -55,8 +55,8 @@ class WeightRecipe:
         has_coarse_channels: Input channel scales are powers of two, so that activations on a grid exist.
         is_misaligned: The codes start at an odd byte of their storage.
         activation_scale: The checkpoint's static activation scale; None for none.
-        scale_dtype: dtype in which plain scales, offsets and float zero points are stored; the format's usual one
-            unless told.
+        scale_dtype: dtype in which plain scales, offsets and float zero points are stored. Defaults to the format's
+            usual one.
     """
 
     format: Format = attrs.field(converter=_to_format)

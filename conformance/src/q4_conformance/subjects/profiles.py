@@ -132,8 +132,8 @@ def find_target(
 
     Args:
         name: As ``ConformanceTarget.name``.
-        profile: Under which profile; the first that has the name unless told.
-        formats: Formats to judge it on; all that it declares unless told.
+        profile: Under which profile. Defaults to the first that has the name.
+        formats: Formats to judge it on. Defaults to all that it declares.
         device: Where to compute.
 
     Raises:

@@ -34,7 +34,7 @@ def quantize(  # noqa: PLR0913  # one argument per option
     ],
     dialect: Annotated[
         str | None,
-        typer.Option("--dialect", metavar="NAME", help="How to store it; the format's usual one unless told."),
+        typer.Option("--dialect", metavar="NAME", help="How to store it. Defaults to the format's usual one."),
     ] = None,
     skip: Annotated[
         list[str] | None, typer.Option("--skip", metavar="GLOB", help="Keep these dense; may be repeated.")

@@ -54,7 +54,7 @@ class CpuNative:
     """Kernels for x86 CPUs with AVX2 (the baseline), AVX-VNNI or AVX-512, and for Arm CPUs with NEON dot products.
 
     Args:
-        isa: One of the names that the README lists; unless told, what ``Q4_CPU_ISA`` says, or else the best that the
+        isa: One of the names that the README lists. Defaults to what ``Q4_CPU_ISA`` says, or else the best that the
             machine has and that needs no asking.
     """
 

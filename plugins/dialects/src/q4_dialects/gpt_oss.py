@@ -32,7 +32,7 @@ _MATRIX, _EXPERTS = 3, 4
 
 
 class GptOssMxfp4(Dialect):
-    """MXFP4 in blocks of 16 bytes beside their scales. transformers decodes it to bfloat16 unless told otherwise."""
+    """MXFP4 in blocks of 16 bytes next to their scales. transformers decodes it to bfloat16 by default."""
 
     name: ClassVar[str] = "gpt-oss-mxfp4"
     formats: ClassVar[frozenset[str]] = frozenset({"mxfp4"})

@@ -103,7 +103,7 @@ def weight_of(layer: LayerSchema, qdata: torch.Tensor, scale: torch.Tensor, **fa
     """Return the weight of a layer.
 
     Args:
-        layer: How it is stored: says format, block size, name, dialect, and the notes unless told.
+        layer: How it is stored: says format, block size, name, dialect, and the notes by default.
         qdata: uint8 [N, K / 2].
         scale: Block scales [N, K / block].
         facts: Further fields of the weight.

@@ -43,7 +43,7 @@ class Nvfp4Native(WeightOnlyBackend):
     weight-only ones.
 
     Args:
-        facts: Of the machine; those of this one unless told.
+        facts: Of the machine. Defaults to those of this one.
         tools: What the FP4 paths are built with.
         devices: Device types beside those of the weight-only kernels; a test brings ``"cpu"``.
     """

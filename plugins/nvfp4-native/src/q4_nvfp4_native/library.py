@@ -138,7 +138,7 @@ class Search:
 
 
 def find_library(candidates: Iterable[str] | None = None) -> Search:
-    """Return the first complete library among the candidates; those of ``Q4_NVFP4_LIBRARY`` unless told."""
+    """Return the first complete library among the candidates, by default those of ``Q4_NVFP4_LIBRARY``."""
     given = os.environ.get(VARIABLE, "").split(os.pathsep) if candidates is None else candidates
     problems: list[str] = []
     for path in given:

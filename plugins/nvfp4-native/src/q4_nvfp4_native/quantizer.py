@@ -84,7 +84,7 @@ def quantize_parts(  # noqa: PLR0913  # the choices that a format leaves open
         dense: float32, bfloat16 or float16 [N, K] with stride 1 along K (else it is copied), on a CUDA device, or on
             the CPU in Triton's interpreter; K a multiple of the block.
         format: ``"nvfp4"`` or ``"mxfp4"``.
-        scale_kind: For NVFP4 E4M3, E4M3_MUL (unless told) or E4M3_DIV; for MXFP4 E8M0.
+        scale_kind: For NVFP4 E4M3, E4M3_MUL (the default) or E4M3_DIV; for MXFP4 E8M0.
         stochastic: Round codes by chance.
         seed: For rounding by chance: 0 … 2^31 - 1.
         swizzle: Write the scales in the order of ``swizzle_scales``.

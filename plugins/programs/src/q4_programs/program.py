@@ -139,7 +139,7 @@ class View:
         rows: R.
         columns: C.
         offset: Of the first element, in elements.
-        stride: From row to row, in elements; Defaults to ``columns``.
+        stride: From row to row, in elements. Defaults to ``columns``.
     """
 
     buffer: int

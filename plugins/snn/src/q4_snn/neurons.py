@@ -59,7 +59,7 @@ class LIF(Spiking, Membrane):
         reset: ``subtract`` the threshold, set to the ``value`` v_reset, or ``none``.
         threshold_inclusive: Whether a membrane at exactly the threshold fires.
         reset_delay: Whether the reset waits for the next step, as snnTorch's default does.
-        surrogate: Gradient of a spike; Defaults to ``atan()``.
+        surrogate: Gradient of a spike. Defaults to ``atan()``.
 
     Raises:
         ConfigError: A parameter is not legal.

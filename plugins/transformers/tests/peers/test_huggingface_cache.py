@@ -67,7 +67,7 @@ def dense(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that loads a folder, quantised in NF4 unless told, through a cache of the test's own."""
+    """Return a function that loads a folder, quantised by default in NF4, through a cache of the test's own."""
 
     def load_folder(
         folder: Path, state: str, dtype: torch.dtype = torch.float32, variant: str | None = None, **wishes: Any

@@ -79,7 +79,7 @@ class WeightOnlyBackend:
     extending ``check``, ``prepare`` and ``linear``.
 
     Args:
-        facts: Of the machine; those of this one unless told.
+        facts: Of the machine. Defaults to those of this one.
     """
 
     name: str

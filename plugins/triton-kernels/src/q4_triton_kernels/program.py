@@ -49,7 +49,7 @@ class Program:
         target: What runs it.
         warps: Warps per block.
         stages: Depth of the software pipeline.
-        device: Index of the device that the code is loaded onto; the current one where it is loaded unless told.
+        device: Index of the device that the code is loaded onto. Defaults to the current one where it is loaded.
     """
 
     kernel: Any

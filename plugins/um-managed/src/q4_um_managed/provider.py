@@ -288,7 +288,7 @@ class ManagedProvider:
 
         Args:
             tensor: This provider's, contiguous, managed or pinned.
-            device: The CUDA device of the other side; Defaults to the tensor's own.
+            device: The CUDA device of the other side. Defaults to the tensor's own.
 
         Raises:
             ConfigError: ``device`` is neither the CPU nor a CUDA device.

@@ -72,7 +72,7 @@ class _Loader:
         self._where = where
         self._dtype = session.config.compute_dtype or torch.float32
         self._device = resolve_device(resolve_config(session.config), torch.device("cpu"))  # where a file's weights are
-        self._is_tied = model.config.causal and model.config.tie_word_embeddings
+        self._is_tied = getattr(model, "is_tied", False)  # an encoder has no head
         self._left = {
             ours: name
             for name in (*checkpoint, *checkpoint.dense)
