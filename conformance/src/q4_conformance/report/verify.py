@@ -71,8 +71,8 @@ class Page:
     def agrees(self, document: dict[str, Any]) -> bool:
         """Return whether each case of a document ended as it did for the page.
 
-        A pairwise choice has another hash. Its cases must end as all of their cell did; where those of a cell ended in
-        several ways, they must have passed or not be declared. With the cases that were left out they are as many.
+        A pairwise choice has another hash. Its cases must end as all of their cell did, so none of a cell whose cases
+        ended in several ways agrees. With the cases that were left out they are as many.
         """
         left_out = document["run"]["left_out"]
         if not left_out:
@@ -82,9 +82,7 @@ class Page:
 
     def _has(self, result: dict[str, Any]) -> bool:
         sign, _, number = self.cells.get((part_of(result["case"]), format_of(result["case"])), "").partition(" ")
-        if "/" in number:
-            return bool(sign) and result["outcome"] in {"pass", "not_declared"}
-        return bool(SIGNS[result["outcome"]] == sign)
+        return bool(SIGNS[result["outcome"]] == sign and "/" not in number)
 
 
 def read_page(path: str | Path) -> Page:
