@@ -33,7 +33,7 @@ _PROGRAMS = "-programs"
 
 def judged(words: Sequence[str]) -> list[str]:
     """Return the names behind ``--`` in a command line, or all that have a page."""
-    return [*words[words.index("--") + 1 :]] if "--" in words else JUDGED
+    return ([*words[words.index("--") + 1 :]] if "--" in words else []) or JUDGED
 
 
 def judge(name: str, *further: str, is_compared: bool = True) -> int:

@@ -24,7 +24,7 @@ PAGES = "tests/repository"
 PEERS = ["tests/peers", "plugins/transformers/tests/peers"]
 """Tests that compare with other libraries, which pytest enters only where they are named: ``nox -s peers``."""
 KERNELS = ["plugins/nf4-cuda", "plugins/nvfp4-native", "plugins/triton-kernels"]
-OF_PATHS = ["tests", "plugins/cli", "plugins/cpu-native", "plugins/lm", "plugins/nn"]
+OF_PATHS = ["tests", *(f"plugins/{name}" for name in ("cli", "cpu-native", "lm", "nn", "programs", "snn"))]
 """Folders whose tests look at paths of the CPU kernels."""
 _ELSEWHERE = ["soak", "gpu", "interpreted", "peer", "training"]
 _DEBIAN = "apt install g++-aarch64-linux-gnu qemu-user-static"
