@@ -135,7 +135,7 @@ typedef struct {
 int32_t q4_cpu_spikes(const q4_matrix *matrix, const q4_spikes *spikes, int32_t isa);
 
 /* Programs: steps over views of the caller's memory, run by one call on one team of threads. What each operation computes,
- * which views it has and which numbers, is told in q4core/backend/program.py; the order is the same. */
+ * which views it has and which numbers, is described in plugins/programs/src/q4_programs/program.py; the order is the same. */
 typedef enum {
     Q4_EMBEDDING,
     Q4_LINEAR,
