@@ -14,8 +14,7 @@ from q4_lm.models.architecture import build_decoder, find_architecture
 from q4_lm.models.gguf import ARCHITECTURES
 from q4_lm.models.metadata import Metadata
 from q4_lm.models.transformer import TransformerDecoder
-from q4_lm.prepared.opening import CachedModel, open_folder
-from q4_lm.prepared.store import open_store
+from q4_lm.prepared.opening import CachedModel, open_folder, opening
 from q4_lm.tokenizers.chat import render_chat
 from q4_lm.tokenizers.hf_tokenizer import read_chat_template
 from q4_lm.tokenizers.tokenizer import Tokenizer, Vocabulary, read_vocabulary
@@ -73,16 +72,10 @@ class LanguageModel:
             BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve its layers.
             ConfigError: ``cache``, or the variables that it asks, are not legal.
         """
-        store = open_store(cache)
-        session = q4.Session(config)
-        try:
-            cached = None if store is None else CachedModel(store, Path(path), session)
+        with opening(Path(path), config, cache) as (session, cached):
             if (folder := Path(path)).is_dir():
                 return cls._from_folder(folder, session, cached)
             return cls._from_file(os.fspath(path), session, cached)
-        except BaseException:
-            session.close()
-            raise
 
     @classmethod
     def _from_folder(cls, folder: Path, session: q4.Session, cached: CachedModel | None) -> LanguageModel:

@@ -12,8 +12,7 @@ from tokenizers import normalizers
 import q4core as q4
 from q4_lm.generation.sentence_modules import SentenceModules, read_modules
 from q4_lm.models.transformer import TransformerEncoder
-from q4_lm.prepared.opening import CachedModel, open_folder
-from q4_lm.prepared.store import open_store
+from q4_lm.prepared.opening import CachedModel, open_folder, opening
 from q4_lm.tokenizers.hf_tokenizer import read_engine
 from q4_lm.tokenizers.tokenizer import Tokenizer
 from q4core import InputError
@@ -69,22 +68,16 @@ class SentenceEncoder:
             CheckpointError: A file is missing or malformed, the model is no encoder, or a part is not computed here.
             ConfigError: ``cache``, or the variables that it asks, are not legal.
         """
-        store = open_store(cache)
         modules = read_modules(Path(folder))
         folder = modules.encoder
-        session = q4.Session(config)
-        try:
-            cached = None if store is None else CachedModel(store, folder, session)
+        with opening(folder, config, cache) as (session, cached):
             encoder, tokenizer = open_folder(folder, session, cached)
             encoder = _checked(encoder, modules, str(folder))
-        except BaseException:
-            session.close()
-            raise
-        if modules.lower_case:
-            tokenizer = Tokenizer(lambda: _lower(read_engine(folder)), **tokenizer.ends)
-        modules.head.to(encoder.device)
-        limit = encoder.config.max_position_embeddings
-        return cls(encoder, tokenizer, session, min(limit, modules.limit or limit), modules, cached)
+            if modules.lower_case:
+                tokenizer = Tokenizer(lambda: _lower(read_engine(folder)), **tokenizer.ends)
+            modules.head.to(encoder.device)
+            limit = encoder.config.max_position_embeddings
+            return cls(encoder, tokenizer, session, min(limit, modules.limit or limit), modules, cached)
 
     def encode(self, sentences: Sequence[str], *, prompt: str | None = None, batch: int = 32) -> torch.Tensor:
         """Return one vector for each sentence: float32 [n, features], on the CPU.

@@ -18,6 +18,7 @@ import q4core as q4
 from q4_lm.models.saved import load_model
 from q4_lm.models.transformer import TransformerDecoder, TransformerEncoder
 from q4_lm.prepared.model import export_model, restore_model
+from q4_lm.prepared.store import open_store
 from q4_lm.tokenizers.hf_tokenizer import read_engine, tokenizer_from_hf
 from q4_lm.tokenizers.tokenizer import Tokenizer
 from q4core.plugin_api import describe_exception, emit, open_regular, warn_once
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from q4_lm.prepared.container import Container
     from q4_lm.prepared.store import Store
 
-__all__ = ["CacheWarning", "CachedModel", "open_folder"]
+__all__ = ["CacheWarning", "CachedModel", "open_folder", "opening"]
 
 _T = TypeVar("_T")
 _VERSION = 3
@@ -165,6 +166,19 @@ class CachedModel:
     def _warn(self, path: Path, why: str) -> None:
         self._emit(f"not cached: the file {why}", level=logging.WARNING)
         warn_once((str(path), why), CacheWarning, f"prepared file {path} of {self.source} {why}")
+
+
+@contextlib.contextmanager
+def opening(
+    source: Path, config: q4.SessionConfig | None, cache: str | os.PathLike[str]
+) -> Iterator[tuple[q4.Session, CachedModel | None]]:
+    """Give a session for a model of a source, and its cache if there is one; what fails inside closes the session."""
+    store, session = open_store(cache), q4.Session(config)
+    try:
+        yield session, None if store is None else CachedModel(store, source, session)
+    except BaseException:
+        session.close()
+        raise
 
 
 def open_folder(folder: Path, session: q4.Session, cached: CachedModel | None) -> tuple[nn.Module, Tokenizer]:
