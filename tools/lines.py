@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".cpp", ".c", ".h", ".hpp", ".cu", ".cuh"}
 NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
-    "q4core": 11_650,
+    "q4core": 11_700,
     "plugins/actors": 6_650,
-    "plugins/cli": 2_550,
+    "plugins/cli": 2_600,
     "plugins/cpu-native": None,
     "plugins/dequant-fallback": None,
     "plugins/dialects": None,

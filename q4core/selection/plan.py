@@ -1,9 +1,9 @@
 """``Plan``: how one kind of prepared layer is called, told apart from its tensors.
 
 A plan is named by a text that depends on what it says only, never on the order in which plans were made, so that a
-compiled graph that carries the name means the same in another process, and layers of one shape share one graph. Where
-the backend can describe its layout, the text goes on with JSON, of which a process that has never prepared such a layer
-makes the plan anew: an exported program brings nothing else along but the buffers.
+compiled graph that carries the name means the same in another process, and layers of one shape and source share one
+graph. Where the backend can describe its layout, the text goes on with JSON, of which a process that has never prepared
+such a layer makes the plan anew: an exported program brings nothing else along but the buffers.
 """
 
 from __future__ import annotations
