@@ -10,33 +10,34 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-import attrs
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 __all__ = ["getattr_of"]
 
 
-@attrs.frozen
+_messages: dict[str, str] = {}
+"""Full name that moved → what an import of it raises."""
+
+
 class _Finder:
-    """A finder of imports that raises for names of one package that moved, and finds nothing.
+    """A finder of imports that raises for names that moved, and finds nothing.
 
     ``from package import name`` asks for a submodule of that name, too, where the package lacks the attribute.
     """
 
-    package: str
-    messages: dict[str, str]
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002  # a protocol
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:  # noqa: ARG004  # a protocol
         """Raise for a moved name.
 
         Raises:
             ImportError: The name moved.
         """
-        package, _, last = name.rpartition(".")
-        if package == self.package and last in self.messages:
-            raise ImportError(self.messages[last], name=name)
+        if name in _messages:
+            raise ImportError(_messages[name], name=name)
+
+
+sys.meta_path.insert(0, _Finder)  # before that of folders: one of compiled files may be left
 
 
 def getattr_of(
@@ -57,8 +58,7 @@ def getattr_of(
         owner, _, _ = module.partition(".")
         install = f"pip install {owner.replace('_', '-')}, then {messages[name]}"
         messages[name] = f"{package}.{name} moved to {module}: {install}"
-    if (finder := _Finder(package, messages)) not in sys.meta_path:
-        sys.meta_path.insert(0, finder)  # before that of folders: one of compiled files may be left
+    _messages.update({f"{package}.{name}": message for name, message in messages.items()})
 
     def find(name: str) -> object:
         if name in modules:
