@@ -34,8 +34,13 @@ class Staging:
     def __init__(self, folder: Path) -> None:
         _remove_abandoned(folder)
         self.path = folder / f".q4core-{os.getpid()}-{secrets.token_hex(8)}.tmp"
-        self.path.mkdir()
-        self._lock = _lock(self.path, wait=True)
+        self._lock: int | None = None
+        try:
+            self.path.mkdir()
+            self._lock = _lock(self.path, wait=True)
+        except BaseException:  # Ctrl-C, too: nobody else removes an empty folder
+            self.discard()
+            raise
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a text file, down to the disk, and return its path."""
