@@ -1,4 +1,4 @@
-"""Which instruction set runs: asked for or not, here or not, built or not, run on hardware before or not."""
+"""Choice of the instruction set: requested or not, supported or not, built or not, run on hardware before or not."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_a_set_never_run_on_hardware_waits_to_be_asked_for(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unasked, the plugin loads and refuses by policy, with the way out; asked for by name, the set is taken."""
+    """By default the plugin loads and rejects by policy, with a hint; requested by name, the set is used."""
     machine({"neon-dotprod": (HERE, False), "neon-i8mm": (HERE, False)})
     monkeypatch.delenv("Q4_CPU_ISA", raising=False)
     request = q4.Request.for_weight(q4.quantize(torch.rand(16, 64), "q4_0"))
@@ -86,7 +86,7 @@ def test_a_set_never_run_on_hardware_waits_to_be_asked_for(
 
 @pytest.mark.parametrize("was_run", [True, False])
 def test_the_state_says_what_never_ran_on_such_hardware(was_run: bool, machine: Callable[..., None]) -> None:
-    """A set that was compiled alone is loaded where it is asked for, and says so."""
+    """A set that was only compiled is loaded on request, and the state says so."""
     machine({"avx2": (HERE, was_run)})
     request = q4.Request.for_weight(q4.quantize(torch.rand(16, 64), "q4_0"))
     state = CpuNative("avx2").check(request).native_state
@@ -94,7 +94,7 @@ def test_the_state_says_what_never_ran_on_such_hardware(was_run: bool, machine: 
 
 
 def test_a_set_run_on_hardware_comes_first(machine: Callable[..., None]) -> None:
-    """Beside a set that was run on hardware, a later one that was not is left alone."""
+    """Next to a set that was run on hardware, a later one that was not is not the default."""
     machine({"old": (HERE, True), "new": (HERE, False)})
     assert choose("") == Isa(1, "old", panels_from=(0, 12, 24), was_run=True)
     assert choose("new") == Isa(2, "new", panels_from=(0, 12, 24), was_run=False)
@@ -107,15 +107,15 @@ def test_sets_are_no_chain(machine: Callable[..., None]) -> None:
     refused = choose("avxvnni")
     assert refused.number == 0
     assert refused.code is q4.ReasonCode.ARCH
-    assert refused.told == "Q4_CPU_ISA asks for avxvnni, which this machine has not"
+    assert refused.text == "Q4_CPU_ISA requests avxvnni, which this machine does not support"
 
 
 def test_what_was_not_compiled_is_not_blamed_on_the_machine(machine: Callable[..., None]) -> None:
-    """A set that the compiler did not know is refused as not built, asked for or not."""
+    """A set that the compiler did not know is rejected as not built, requested or not."""
     machine({"avx2": (NOT_HERE, True), "avxvnni": (NOT_BUILT, True)})
     assert choose("avxvnni").code is q4.ReasonCode.NOT_BUILT
     assert choose("").code is q4.ReasonCode.ARCH
-    assert choose("").told.endswith("there are kernels for: avx2")
+    assert choose("").text.endswith("that have kernels: avx2")
     machine({"avx2": (NOT_BUILT, True)})
     assert choose("").code is q4.ReasonCode.NOT_BUILT
 
@@ -126,7 +126,7 @@ def test_a_module_of_another_abi_is_not_called(machine: Callable[..., None]) -> 
     refused = choose("avx2")
     assert refused.number == 0
     assert refused.code is q4.ReasonCode.NOT_BUILT
-    assert "has ABI 1, and 6 is wanted" in refused.told
+    assert "has ABI 1, but ABI 6 is required" in refused.text
 
 
 def test_the_built_module_and_the_readme_name_the_same_sets() -> None:
@@ -137,9 +137,11 @@ def test_the_built_module_and_the_readme_name_the_same_sets() -> None:
         names.append(name)
     assert module.isa_name(0) is None
     assert module.has_isa(0) == module.has_isa(len(names) + 1) == NOT_BUILT
-    told = re.findall(r"^\| `([^`]+)` \|.*\| run (on hardware|in an emulator) ?.*\|$", README.read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"^\| `([^`]+)` \|.*\| run (on hardware|in an emulator) ?.*\|$", README.read_text(), re.MULTILINE
+    )
     states = ("in an emulator", "on hardware")
-    assert told == [(name, states[module.isa_was_run(number)]) for number, name in enumerate(names, 1)]
+    assert listed == [(name, states[module.isa_was_run(number)]) for number, name in enumerate(names, 1)]
     built = {name for number, name in enumerate(names, 1) if module.has_isa(number) != NOT_BUILT}
     assert {name.startswith("neon") for name in built} in ({True}, {False})
     best = module.best_isa()

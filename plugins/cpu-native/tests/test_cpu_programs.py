@@ -242,7 +242,9 @@ def test_a_position_that_a_step_gives_is_left_to_others(registry: q4.Registry) -
     tensors = [torch.arange(8.0), torch.zeros(1, dtype=torch.int64), torch.zeros(8)]
     bound = bind(Program(buffers, steps), tensors, registry=registry)
     assert bound.record.backend == "reference"
-    assert "embedding: views overlap, or a token or position is what a step before gives" in str(bound.record.reasons)
+    assert "embedding: views overlap, or a token or position is the output of an earlier step" in str(
+        bound.record.reasons
+    )
 
 
 def test_a_layer_without_a_path_for_its_rows_is_refused(registry: q4.Registry) -> None:

@@ -54,8 +54,8 @@ class CpuNative:
     """Kernels for x86 CPUs with AVX2 (the baseline), AVX-VNNI or AVX-512, and for Arm CPUs with NEON dot products.
 
     Args:
-        isa: One of the names that the README lists. Defaults to what ``Q4_CPU_ISA`` says, or else the best that the
-            machine has and that needs no asking.
+        isa: One of the names that the README lists. Defaults to the value of ``Q4_CPU_ISA``, or else to the best one
+            of this machine that has run on hardware.
     """
 
     name: str = "cpu-native"
@@ -78,30 +78,30 @@ class CpuNative:
     )
 
     def __init__(self, isa: str | None = None) -> None:
-        wish = os.environ.get("Q4_CPU_ISA", "") if isa is None else isa
-        self._chosen = choose(wish.strip().lower())
+        requested = os.environ.get("Q4_CPU_ISA", "") if isa is None else isa
+        self._chosen = choose(requested.strip().lower())
         self._isa = self._chosen.number
         self._families = {name: family for family in _NAMES for name in self._ranges(family)}
 
     @property
     def isa(self) -> str | None:
         """Name of the instruction set that runs, or None."""
-        return self._chosen.told if self._isa else None
+        return self._chosen.text if self._isa else None
 
     def _ranges(self, family: int) -> dict[str, tuple[int, int | None]]:
         """Return the rows of x that each path of a family serves: many rows have kernels of their own."""
         if not self._isa:
             return {}
-        name = f"{_NAMES[family]}_{self._chosen.told.replace('-', '_')}"
+        name = f"{_NAMES[family]}_{self._chosen.text.replace('-', '_')}"
         many = self._chosen.panels_from[family]
         return {name: (1, many - 1), f"{name}_panel": (many, None)} if many else {name: (1, None)}
 
     def check(self, request: Request) -> Support:
-        """Offer the exact path and those of rounded activations, or say what is missing."""
-        told = self._chosen.told
+        """Offer the exact path and those of rounded activations, or report what is missing."""
+        text = self._chosen.text
         if not self._isa:
-            return Support.no([Reason(self._chosen.code, told)], native_state="not usable")
-        state = f"loaded ({told})" if self._chosen.was_run else f"loaded ({told}, never run on such hardware)"
+            return Support.no([Reason(self._chosen.code, text)], native_state="not usable")
+        state = f"loaded ({text})" if self._chosen.was_run else f"loaded ({text}, never run on such hardware)"
         reasons = []
         is_whole_row = request.block_size >= request.in_features
         if request.block_size != SMALL_BLOCK and request.block_size % CHUNK and not is_whole_row:
@@ -136,9 +136,9 @@ class CpuNative:
         matrix = matrix_of(meta)
         tiles = context.empty((matrix.prepared_bytes,), torch.uint8)
         is_nested = weight.scale_kind is ScaleKind.DOUBLE_QUANT
-        arguments, kept = source_arguments(weight.with_plain_scale() if is_nested else weight, meta)
+        arguments, sources = source_arguments(weight.with_plain_scale() if is_nested else weight, meta)
         matrix.pack(*arguments, tiles.data_ptr(), torch.get_num_threads())
-        del kept
+        del sources
         sides = [context.keep(tensor) for name, tensor in weight.tensors() if name in meta.sides]
         return Prepared((tiles, *sides), meta)
 
@@ -185,7 +185,7 @@ class CpuNative:
         from q4_cpu_native.program import NativeRunner  # noqa: PLC0415  # q4-programs, which calls this, may be missing
 
         if not self._isa:
-            raise PrepareError([Reason(self._chosen.code, self._chosen.told)])
+            raise PrepareError([Reason(self._chosen.code, self._chosen.text)])
         return NativeRunner(program, buffers, layers, self._families, self._isa)
 
     def describe(self, meta: TileMeta) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class CpuNative:
         return meta.to_dict()
 
     def meta_from(self, facts: dict[str, Any]) -> TileMeta:
-        """Return the layout that ``describe`` gave; a ``ConfigError`` or ``WeightError`` tells what is not of one."""
+        """Return the layout that ``describe`` gave; a ``ConfigError`` or ``WeightError`` says what is invalid."""
         return TileMeta.from_dict(facts)
 
     def linear(

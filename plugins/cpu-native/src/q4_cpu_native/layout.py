@@ -1,4 +1,4 @@
-"""What is prepared: tiles of 16 rows, and the facts that tell how to read them."""
+"""Layout of a prepared weight: tiles of 16 rows, and the metadata to read them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SYMMETRIC_ZERO = 8.0
 
 @attrs.frozen
 class Call:
-    """What a layout settles of every product."""
+    """What is the same in every product with a layout."""
 
     matrix: Matrix
     """The native description."""
@@ -100,8 +100,8 @@ class TileMeta:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The fields that are kept as they are, next to the tiles."""
-        # Tiles hold scales of one level; those of two are kept for export, a byte for each block.
+        """The fields that are stored unchanged, next to the tiles."""
+        # Tiles hold scales of one level; those of two are stored for export, a byte for each block.
         tiled = {"qdata", "offset", "zero"} | (
             {"scale"} if self.spec.scale_kind is not ScaleKind.DOUBLE_QUANT else set()
         )
@@ -192,5 +192,5 @@ def source_arguments(weight: PackedWeight, meta: TileMeta) -> tuple[tuple[int, .
         numbers += [second.data_ptr(), second.stride(0) * size, second.stride(1) * size]
     packing = weight.packing
     order, half = _ORDERS[packing.order], packing.group // 2
-    kept = tuple(item for item in (qdata, scale, second) if item is not None)
-    return (qdata.data_ptr(), row, group, byte, group_bytes, order, half, *numbers), kept
+    sources = tuple(item for item in (qdata, scale, second) if item is not None)
+    return (qdata.data_ptr(), row, group, byte, group_bytes, order, half, *numbers), sources

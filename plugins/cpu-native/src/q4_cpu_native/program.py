@@ -23,7 +23,7 @@ _NUMBERS = {op: number for number, op in enumerate(Op)}
 
 
 class NativeRunner:
-    """A program that was bound; a call runs it once.
+    """A bound program; each call runs it once.
 
     Args:
         program: Checked.
@@ -48,12 +48,12 @@ class NativeRunner:
 
         self._program = program
         self._native = _native.Program()
-        self._buffers, self._kept = (*buffers,), list[torch.Tensor]()
+        self._buffers, self._tensors = (*buffers,), list[torch.Tensor]()
         for step in program.steps:
             self._add(step, buffers, None if step.layer is None else layers[step.layer], families)
         if failed := self._native.bind(max(torch.get_num_threads(), os.cpu_count() or 1), isa):
             raise _refusal(
-                program.steps[failed - 1], "views overlap, or a token or position is what a step before gives"
+                program.steps[failed - 1], "views overlap, or a token or position is the output of an earlier step"
             )
         self._run = self._native.run
 
@@ -76,8 +76,8 @@ class NativeRunner:
             if call.place is not None:
                 scale = tensors[call.place].to(torch.float32)
                 address, count = scale.data_ptr(), scale.numel()
-                self._kept.append(scale)
-            self._kept += tensors
+                self._tensors.append(scale)
+            self._tensors += tensors
             family = 0
             if step.op is Op.LINEAR:
                 rows = step.inputs[0].rows
@@ -88,7 +88,7 @@ class NativeRunner:
                 if layer.bias is not None:
                     views[4:4] = [layer.bias.data_ptr(), 1, call.out_features, call.out_features]
                     inputs, numbers = 2, [1.0]
-                    self._kept.append(layer.bias)
+                    self._tensors.append(layer.bias)
             matrix, facts = call.matrix, (tensors[0].data_ptr(), address, count, call.divides, family)
         self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts)
 

@@ -1,4 +1,4 @@
-"""How a codebook's values stand in 8 bits for the w4a8 kernels (level, centre, step), and in 16 for the w4i16 ones."""
+"""A codebook's values in 8 bits for the w4a8 kernels (level, centre, step), and in 16 for the w4i16 ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Table", "Words", "table_of", "words_of"]
 
 _MOST_LEVEL = 24
-"""Unsigned levels up to this leave the 16-bit sums of AVX2 in range, so that the fast instruction serves."""
+"""Unsigned levels up to this leave the 16-bit sums of AVX2 in range, so that the fast instruction is usable."""
 _PEAKS = range(96, 125)
 """Largest levels to choose from, by the squared error.
 
@@ -81,7 +81,7 @@ def table_of(codebook: tuple[float, ...]) -> Table:
 def words_of(codebook: tuple[float, ...]) -> Words | None:
     """Return the words of 16 values; None where ``table_of`` holds them exactly, and the kernels take its levels.
 
-    NF4's stand in ±7854, with a squared error of 1.3e-9 of the values' own.
+    NF4's lie within ±7854, with a squared error of 1.3e-9 of the values' own.
     """
     if table_of(codebook).values is None:
         return None
