@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _MOVED = dict.fromkeys(
-    ["Placer", "apply_input_policy", "apply_mutable_policy", "apply_policy", "apply_source_policy", "copy_beside"],
+    ["Placer", "apply_input_policy", "apply_mutable_policy", "apply_policy", "apply_source_policy", "copy_into"],
     "q4_um_managed",
 )
 if not TYPE_CHECKING:

@@ -115,7 +115,7 @@ class MemoryPlacer:
         return None
 
     @staticmethod
-    def copy_beside(provider: MemoryProvider, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    def copy_into(provider: MemoryProvider, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Return a contiguous copy of a tensor in a provider's memory on the same device, outside any graph."""
         rule = f"in memory of {provider.name}, on {tensor.device}"
         raise UnifiedMemoryError(what, name="copy", rule=rule, value=MemoryPlacer.absence, hint=MemoryPlacer.remedy)

@@ -90,7 +90,7 @@ def test_plain_contents_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr("q4_um_managed.Placer.copy_beside", fail)
+    monkeypatch.setattr("q4_um_managed.Placer.copy_into", fail)
     monkeypatch.setattr("q4core.plugins.registry.default_registry", fail)
     with MutableTensor(torch.zeros(3)) as state:
         with state.write() as tensor:

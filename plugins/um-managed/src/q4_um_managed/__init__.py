@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from q4_um_managed.copies import copy_beside
+from q4_um_managed.copies import copy_into
 from q4_um_managed.dual import DualView
 from q4_um_managed.functions import apply_input_policy, apply_mutable_policy, apply_policy, apply_source_policy
 from q4_um_managed.placer import Placer
@@ -17,7 +17,7 @@ __all__ = [
     "apply_mutable_policy",
     "apply_policy",
     "apply_source_policy",
-    "copy_beside",
+    "copy_into",
     "q4_memory_providers",
     "q4_placers",
 ]

@@ -1,4 +1,4 @@
-"""What a ``ManagedProvider`` is given: tensors, shapes and devices, each checked."""
+"""Arguments of a ``ManagedProvider``: tensors, shapes and devices, each checked."""
 
 from __future__ import annotations
 

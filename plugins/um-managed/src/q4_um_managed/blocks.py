@@ -62,10 +62,10 @@ class PoolStats:
 
     Args:
         in_use_bytes: In use, rounded sizes.
-        cached_bytes: Kept for the next.
+        cached_bytes: Cached for reuse.
         allocations: Blocks that the driver gave.
         frees: Blocks that the driver got back; each waited for the device.
-        reuses: Blocks that went out again.
+        reuses: Blocks that were reused.
         lost: Blocks that the driver refused to take back.
         unbacked_bytes: Of the first two, untouched, as far as is known.
         hints_refused: How often the driver did not move new memory to its device.

@@ -1,4 +1,4 @@
-"""How much memory may still be taken: refuse with the numbers instead of hanging the host.
+"""Memory budget: an error with the numbers instead of a host that hangs.
 
 An integrated GPU shares the host's memory, and CUDA's own count of free memory leaves out the page cache there: the
 kernel's ``MemAvailable`` counts, or the limit of a control group. Elsewhere the device's free memory does. Some is
@@ -120,7 +120,7 @@ class Budget:
             "total_bytes": room.total_bytes,
             "counted_by": room.source,
         }
-        less = f"{room.headroom_bytes} kept free"
+        less = f"{room.headroom_bytes} reserved"
         if room.unbacked_bytes:
             less += f" and {room.unbacked_bytes} handed out and not touched yet"
         raise UnifiedMemoryError(

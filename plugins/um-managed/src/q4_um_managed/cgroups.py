@@ -1,4 +1,4 @@
-"""What a control group leaves of the host's memory: a container is stopped at its own limit, not at the machine's."""
+"""Memory limits of control groups: a container is stopped at its own limit, not at the machine's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def group_memory(
     """Return what this process's control groups leave free, the limit that says so, and its name.
 
     Args:
-        groups: Tells which groups the process is in.
+        groups: File that lists the process's groups.
         mount: Where the groups are.
 
     Returns:

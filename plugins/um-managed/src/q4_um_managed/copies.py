@@ -14,7 +14,7 @@ from q4core.plugin_api import PLUGIN_FAULTS
 if TYPE_CHECKING:
     from q4core.memory import MemoryProvider
 
-__all__ = ["copied_by", "copy_beside", "is_on", "mapped_by", "shares_memory"]
+__all__ = ["copied_by", "copy_into", "is_on", "mapped_by", "shares_memory"]
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -74,7 +74,7 @@ def mapped_by(provider: MemoryProvider, tensor: torch.Tensor, device: torch.devi
     return mapped
 
 
-def copy_beside(provider: MemoryProvider, tensor: torch.Tensor, what: str) -> torch.Tensor:
+def copy_into(provider: MemoryProvider, tensor: torch.Tensor, what: str) -> torch.Tensor:
     """Return a contiguous copy in a provider's memory on the same device, outside any graph.
 
     Args:

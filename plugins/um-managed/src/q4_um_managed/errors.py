@@ -1,4 +1,4 @@
-"""What goes wrong below."""
+"""Error of the CUDA runtime's calls."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class DriverStreams:
     Args:
         driver: CUDA's runtime.
         device: The device's number.
-        keep: Called with each stream that uses the memory, which is kept until that stream has passed.
+        keep: Called with each stream that uses the memory, which is not reused until that stream has passed.
     """
 
     def __init__(self, driver: Driver, device: int, keep: Callable[[int], object]) -> None:

@@ -1,4 +1,4 @@
-"""``Lease``: a block in use, kept by torch's storages."""
+"""``Lease``: a block in use, owned by torch's storages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Lease"]
 
 
 class Lease:
-    """A block in use: torch's storages keep it, and when the last one goes, the block comes back.
+    """A block in use: torch's storages own it, and with the last of them it is returned to the pool.
 
     Args:
-        pool: The pool that has the block again.
+        pool: The pool that the block returns to.
         block: The block.
         size: Bytes in use.
         placement: The kind of memory, and the attribute that decided it.
@@ -66,12 +66,12 @@ class Lease:
             self.pool.note_backed(self.block)
 
     def give_back(self) -> None:
-        """Let the pool have the block again; doing so twice is allowed."""
+        """Return the block to the pool; a second call does nothing."""
         block, self.block = self.block, None
         if block is not None:
             self.pool.take_back(block, self.streams)
 
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Let the pool have the block again, except at the interpreter's exit, which frees all memory."""
+        """Return the block to the pool, except at the interpreter's exit, which frees all memory."""
         if not is_exiting():
             self.give_back()

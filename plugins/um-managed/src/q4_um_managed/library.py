@@ -1,4 +1,4 @@
-"""The driver's own library, asked for the few facts that decide whether CuPy is worth its half second of import."""
+"""The driver's own library, for the few facts that decide whether CuPy is worth its half second of import."""
 
 from __future__ import annotations
 

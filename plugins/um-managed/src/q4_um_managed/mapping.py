@@ -1,4 +1,4 @@
-"""``MappedMemory``: system memory that a GPU reads where it lies, kept until the GPU has done so."""
+"""``MappedMemory``: system memory that a GPU reads in place, held until the GPU has done so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["MappedMemory"]
 
 
 class MappedMemory:
-    """A CPU tensor's memory behind a CUDA tensor, whose storage keeps this.
+    """A CPU tensor's memory behind a CUDA tensor, whose storage owns this object.
 
     Args:
         tensor: The CPU tensor.
@@ -32,8 +32,8 @@ class MappedMemory:
 
     is_given_back = False
     """Always False, as it can't be given back: the memory goes with its last tensor."""
-    kept: list[torch.Tensor] = []  # noqa: RUF012  # of the process, as what it holds back
-    """What went during the capture of a graph, whose replays may read it: the device can't be awaited then."""
+    retained: list[torch.Tensor] = []  # noqa: RUF012  # one list for the process
+    """Tensors released during the capture of a graph, whose replays may read them: the device can't be awaited then."""
 
     def __init__(self, tensor: torch.Tensor, driver: Driver, device: int, placement: Placement) -> None:
         self._tensor, self._driver, self._device, self.placement = tensor, driver, device, placement
@@ -45,8 +45,8 @@ class MappedMemory:
             return
         with contextlib.suppress(Exception):
             if self._driver.is_capturing(self._device):
-                self.kept.append(self._tensor)
+                self.retained.append(self._tensor)
                 return
             self._driver.synchronise(self._device)
             return
-        self.kept.append(self._tensor)
+        self.retained.append(self._tensor)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4_um_managed.copies import copied_by, copy_beside, is_on, mapped_by, shares_memory
+from q4_um_managed.copies import copied_by, copy_into, is_on, mapped_by, shares_memory
 from q4_um_managed.decision import Decision, summary_of
 from q4core import ConfigError, UnifiedMemoryPolicy, default_registry
 from q4core.memory import MemoryPlacer, check_strided, detached_copy, note_provider
@@ -42,7 +42,7 @@ class Placer(MemoryPlacer):
         "concurrentManagedAccess and the others)"
     )
     remedy = "Install a plugin that provides it."
-    copy_beside = staticmethod(copy_beside)
+    copy_into = staticmethod(copy_into)
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Placer(MemoryPlacer):
         """Bring a tensor of a weight to the device that will prepare it, with as few copies as the policy allows.
 
         Where the device reads it in place (a mapped checkpoint, say), nothing is copied. Else it is written once, into
-        managed memory, so that a backend that keeps it as it is has it there already. If neither can be, it arrives all
-        the same: ``weight`` judges what a backend makes of it. The tensor has any shape and dtype. It is not changed,
-        and kept only if mapped.
+        managed memory, so that a backend that retains it unchanged has it there already. If neither is possible, it is
+        copied to the device's ordinary memory; ``weight`` then decides about the prepared tensors. The tensor has any
+        shape and dtype. It is not changed, and held only if mapped.
 
         Raises:
             ConfigError: torch has no such device here.

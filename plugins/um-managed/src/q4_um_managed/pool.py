@@ -1,9 +1,9 @@
-"""``Pool``: blocks that are handed out, come back by themselves, and wait for the device before they go out again.
+"""``Pool``: blocks of memory that are allocated, returned by finalisers, and reused once the device has finished.
 
-Freeing managed memory waits for the whole device, so blocks are kept for the next tensor of their size, up to a bound.
-As with torch's own allocator, a block belongs to the stream that was current when it was taken. It may go out again
+Freeing managed memory waits for the whole device, so blocks are cached for the next tensor of their size, up to a
+bound. As with torch's own allocator, a block belongs to the stream that was current when it was taken. It may be reused
 once that stream, the stream that was current when it came back, and every stream named to ``record_stream`` have
-passed; at once, if all of those are the stream of whoever takes it next. The CPU, which follows no stream, waits.
+passed; at once, if all of those are the stream of the next user. The CPU, which follows no stream, waits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Pool:
 
     Args:
         driver: CUDA's runtime.
-        budget: Who says whether more may be taken.
-        max_cached_bytes: What is kept at most, of all sizes together.
+        budget: Decides whether more may be allocated.
+        max_cached_bytes: Limit of the cache, of all sizes together.
     """
 
     def __init__(self, driver: Driver, budget: Budget, *, max_cached_bytes: int) -> None:
@@ -55,7 +55,7 @@ class Pool:
     def take(
         self, size: int, device: int, attributes: Mapping[str, int], *, is_pinned: bool, source: int = 0
     ) -> tuple[Block, int]:
-        """Hand out a block, and the stream that it belongs to.
+        """Return a block, and the stream that it belongs to.
 
         Args:
             size: Bytes that are needed.
@@ -134,7 +134,7 @@ class Pool:
         return not block.is_unsure
 
     def _remove(self, block: Block) -> None:
-        """Take a block out of those that are kept; the lock is held."""
+        """Remove a block from the cache; the lock is held."""
         del self._cached[block.address]
         del self._kin[block.size, block.device, block.is_pinned][block.address]
         self._cached_bytes -= block.size
@@ -203,7 +203,7 @@ class Pool:
         return True
 
     def note_backed(self, block: Block) -> None:
-        """Take note that a block was written, so that the driver counts it from now on."""
+        """Record that a block was written, so that the driver counts it from now on."""
         with self._lock:
             if not block.is_backed:
                 block.is_backed = True
@@ -219,7 +219,7 @@ class Pool:
                 self._driver.forget(event)
 
     def take_back(self, block: Block, streams: set[int]) -> None:
-        """Have a block again. Called by finalisers: raises nothing, and waits for no lock."""
+        """Return a block to the pool. Called by finalisers: raises nothing, and waits for no lock."""
         if os.getpid() != self._process:
             return  # a forked child has no CUDA
         try:
@@ -239,9 +239,9 @@ class Pool:
             self._settle()
 
     def _settle(self) -> None:
-        """Put what came back with the rest, and give the driver what is above the bound.
+        """Move returned blocks to the cache, and free what is above the bound.
 
-        Whoever finds the lock taken leaves it to its holder, who looks again after letting go.
+        A thread that finds the lock held leaves this to the holder, which checks again after releasing it.
         """
         while self._returned:
             if not self._lock.acquire(blocking=False):
@@ -264,7 +264,7 @@ class Pool:
         if self._cached_bytes > bound and any(
             map(self._is_captured_on, {item.device for item in self._cached.values()})
         ):
-            return surplus  # freeing would break the capture; whoever comes after it does it
+            return surplus  # freeing would break the capture; the next call after it frees
         while self._cached_bytes > bound:
             block = next(iter(self._cached.values()))
             self._remove(block)
@@ -293,7 +293,7 @@ class Pool:
             self._frees += 1
 
     def trim(self, max_cached_bytes: int = 0) -> int:
-        """Give the driver what is kept, down to a bound; returns the bytes that went."""
+        """Free cached blocks down to a bound; return the bytes that were freed."""
         self._settle()
         with self._lock:
             before = self._cached_bytes

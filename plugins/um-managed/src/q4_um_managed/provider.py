@@ -269,7 +269,7 @@ class ManagedProvider:
     def map(self, tensor: torch.Tensor, *, device: torch.device | str) -> torch.Tensor | None:
         """Return a CUDA tensor over the same bytes as a CPU tensor, where the device reads those well; else None.
 
-        A mapped checkpoint becomes a CUDA tensor so, without a copy. The CPU tensor is kept as long as the other.
+        A mapped checkpoint becomes a CUDA tensor this way, without a copy. The CPU tensor lives as long as the result.
 
         Raises:
             ConfigError: ``device`` is none.

@@ -1,4 +1,4 @@
-"""Where a tensor lies: which storage, at which address, over how many bytes."""
+"""Location of a tensor: its storage, address and size in bytes."""
 
 from __future__ import annotations
 

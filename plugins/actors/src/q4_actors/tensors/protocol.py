@@ -43,7 +43,7 @@ def copied(tensor: torch.Tensor, home: MemoryProvider | None, label: str) -> tor
     """Return a copy in memory of the provider in whose memory a content lies, or in torch's own."""
     if home is None:
         return detached_copy(tensor)
-    return default_registry().placer_type().copy_beside(home, tensor, f"copy for {label}")
+    return default_registry().placer_type().copy_into(home, tensor, f"copy for {label}")
 
 
 class ThreadProtocol(State):
