@@ -35,7 +35,7 @@ from q4core import (
 __all__ = ["SLICE_BYTES", "DequantFallback"]
 
 SLICE_BYTES = 4 << 20
-"""Most bytes of dense float32 weights at a time: about what a last-level cache holds beside x."""
+"""Most bytes of dense float32 weights at a time: about what a last-level cache holds in addition to x."""
 
 _ALIGNMENT = 64  # of torch's CPU allocations, in bytes
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -78,7 +78,7 @@ class DequantFallback:
         return facts
 
     def meta_from(self, facts: dict[str, Any]) -> WeightSpec:
-        """Return the spec that ``describe`` gave; a ``WeightError`` tells what is not of one."""
+        """Return the spec that ``describe`` gave; a ``WeightError`` says what is invalid."""
         return WeightSpec.from_json(json.dumps(facts), formats=default_registry().formats().values())
 
     def linear(

@@ -126,7 +126,7 @@ class BitsAndBytes(Dialect):
 
     @staticmethod
     def _strangers(parameter: str, kind: str, states: list[str], catalogue: Catalogue) -> tuple[str, list[Problem]]:
-        """Return the layer's name, and the scale-like tensors beside it that are no part of it."""
+        """Return the layer's name, and the scale-like tensors next to it that are not part of it."""
         holder, _, name = parameter.rpartition(".")
         parts = (*_SIDE.values(), f"{_STATE}{kind}")
         if name == "weight":
@@ -252,9 +252,9 @@ class BitsAndBytes(Dialect):
             nested_offset=None if weight.nested_offset is None else float(weight.nested_offset),
         )
         text = state.text()
-        kept = self.read_fact(weight, "quant_state")
-        if kept is not None and json.loads(kept) == json.loads(text):
-            text = kept
+        read = self.read_fact(weight, "quant_state")
+        if read is not None and json.loads(read) == json.loads(text):
+            text = read
         codes = self.flat_bytes(weight, Packing.HIGH_FIRST)[: -(-rows * columns // 2)]
         storage = DTYPES.get(self.read_fact(weight, "quant_storage"), torch.uint8)
         if codes.numel() % storage.itemsize == 0:
@@ -292,7 +292,7 @@ class BitsAndBytes(Dialect):
 
 
 def _kind_of(catalogue: Catalogue, codebook: str) -> str:
-    """Return the format whose JSON text is missing, as its code book tells; ``nf4`` where that tells nothing."""
+    """Return the format whose JSON text is missing, by its codebook; ``nf4`` where that decides nothing."""
     table = catalogue.load_small(codebook)
     numbers = None if table is None else table.reshape(-1).tolist()
     return next((kind for kind in _KINDS if numbers == list(find_format(kind).codebook)), "nf4")

@@ -155,8 +155,8 @@ class ComfyUiNvfp4(Dialect):
         """Return the tensors, marked in the metadata or, where it was read so, by a tensor.
 
         Raises:
-            DialectError: Another format, N not a multiple of 16 (which can't be told from padding), scale levels that
-                would have to be rounded, or any feature.
+            DialectError: Another format, N not a multiple of 16 (where rows look like padding), scale levels that would
+                have to be rounded, or any feature.
         """
         self.check_writable(module, weight, activation_scale=True)
         if weight.out_features % BLOCK:

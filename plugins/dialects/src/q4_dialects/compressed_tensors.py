@@ -1,4 +1,4 @@
-"""compressed-tensors NVFP4 (``nvfp4-pack-quantized``), and what its dialects share.
+"""compressed-tensors NVFP4 (``nvfp4-pack-quantized``), and the code that its dialects share.
 
 ``<module>.weight_packed`` uint8 [N, K / 2], low nibble first; ``weight_scale`` e4m3 [N, K / 16] by row;
 ``weight_global_scale`` float32 [1] *divides*; optional ``input_global_scale`` float32 [1], a divisor too. Experts are
@@ -90,7 +90,7 @@ class CompressedTensorsNvfp4(Dialect):
     }
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        """Yield each module with a global scale, or with codes as bytes beside e4m3 scales."""
+        """Yield each module with a global scale, or with codes as bytes next to e4m3 scales."""
         named = catalogue.quantization_config.get("quant_method") == "compressed-tensors"
         for module in catalogue.modules_with("weight_packed", "weight_global_scale"):
             codes, scale = catalogue.get(f"{module}.weight_packed"), catalogue.get(f"{module}.weight_scale")
@@ -172,8 +172,8 @@ class CompressedTensorsNvfp4(Dialect):
     def _input_divisor(self, module: str, weight: PackedWeight, factor: torch.Tensor) -> torch.Tensor:
         """Return the divisor whose reciprocal the activation scale is, exactly."""
         factor = factor.to(torch.float32)
-        kept = self.read_fact(weight, "input_global_scale")
-        for divisor in (None if kept is None else torch.full_like(factor, kept), 1.0 / factor):
+        read = self.read_fact(weight, "input_global_scale")
+        for divisor in (None if read is None else torch.full_like(factor, read), 1.0 / factor):
             if divisor is not None and torch.equal(1.0 / divisor, factor):
                 return divisor if weight.dialect == self.name else divisor.reshape(1)
         hint = "lossy=True (`q4 convert --lossy`) leaves the activation scale out."

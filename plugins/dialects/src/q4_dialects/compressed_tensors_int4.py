@@ -62,7 +62,7 @@ class CompressedTensorsInt4(Dialect):
     numbers: ClassVar[Mapping[str, str]] = {"scale": "finite"}
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        """Yield each module with codes in int32 words, or with the shape that stands beside them."""
+        """Yield each module with codes in int32 words, or with the tensor that holds their shape."""
         named = catalogue.quantization_config.get("quant_method") == "compressed-tensors"
         for module in catalogue.modules_with("weight_packed", "weight_shape"):
             codes = catalogue.get(f"{module}.weight_packed")

@@ -1,4 +1,4 @@
-"""Tensors that hold E weights, one for each expert of a layer: how they become E layers.
+"""Conversion of tensors that hold E weights, one for each expert of a layer, to E layers.
 
 The experts of ``name`` are the layers ``name.0`` … ``name.E-1``. A dialect writes a layer at a time, so that experts
 are written as modules of their own, by the names they are read under; the weights are the same when read again.
@@ -33,7 +33,7 @@ def has_experts(catalogue: Catalogue, key: str) -> bool:
 
 
 def expert_layers(layer: LayerSchema, experts: int, catalogue: Catalogue) -> Iterator[LayerSchema]:
-    """Yield a layer for each expert; where they can't be told, the layer as a whole, with its problems.
+    """Yield a layer for each expert; where they can't be separated, the layer as a whole, with its problems.
 
     Args:
         layer: How the experts are stored; its shape is one expert's.

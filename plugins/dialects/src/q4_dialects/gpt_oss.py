@@ -39,7 +39,7 @@ class GptOssMxfp4(Dialect):
     numbers: ClassVar[Mapping[str, str]] = {"scale": "finite and not negative"}
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        """Yield each name with blocks of bytes, alone or beside scales."""
+        """Yield each name with blocks of bytes, alone or with scales."""
         named = catalogue.quantization_config.get("quant_method") == "mxfp4"
         strangers: dict[str, list[str]] = {}
         for key in catalogue.tensors:
@@ -123,7 +123,7 @@ class GptOssMxfp4(Dialect):
 
 
 def _are_blocks(name: str, catalogue: Catalogue) -> bool:
-    """Return whether ``<name>_blocks`` are bytes of that rank, or stand beside scales as integers do."""
+    """Return whether ``<name>_blocks`` are bytes of that rank, or have scales next to them and are integers."""
     blocks, scales = catalogue.get(name + _BLOCKS), catalogue.get(name + _SCALES)
     if blocks is None or blocks.dtype.is_floating_point:
         return False

@@ -1,4 +1,4 @@
-"""What the NVFP4 dialects share: keys, codes, the two scale levels, and the shapes of all of them."""
+"""Shared code of the NVFP4 dialects: keys, codes, the two scale levels, and their shapes."""
 
 from __future__ import annotations
 

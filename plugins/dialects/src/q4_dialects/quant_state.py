@@ -1,4 +1,4 @@
-"""The JSON text beside a bitsandbytes layer: block size, dtype, shape, and the second level of its scales.
+"""The JSON text of a bitsandbytes layer: block size, dtype, shape, and the second level of its scales.
 
 Reference:
     bitsandbytes 0.50.2: functional.py (QuantState.as_dict, from_dict).
@@ -95,5 +95,5 @@ def parse(stored: torch.Tensor, kind: str) -> State:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key occurs twice")
     return found

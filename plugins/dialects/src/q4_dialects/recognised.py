@@ -1,6 +1,6 @@
-"""Layers of dialects that are known but not read: named and refused, never taken for dense tensors.
+"""Layers of dialects that are known but not read: rejected by name, never read as dense tensors.
 
-One row of the table each. Reading such a dialect means a file of its own beside this one, and one row less here.
+Each dialect is one row of the table. To support one, add a module for it to this package and delete its row here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READ_BY_TORCHAO = {"NVFP4Tensor", "MXTensor"}
 
 @attrs.frozen(kw_only=True)
 class _Row:
-    """How a dialect is told: all of ``needs`` are there, with these dtypes, and none of ``without``.
+    """The keys that identify a dialect: all of ``needs``, with these dtypes, and none of ``without``.
 
     Args:
         dialect: Its name.
@@ -193,12 +193,12 @@ def _by_table(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]
 def _name(row: _Row, catalogue: Catalogue) -> str:
     """Return a dialect's name; AutoRound writes the keys of GPTQ, AWQ and others, and GPTQ's may lack ``g_idx``."""
     method = catalogue.quantization_config.get("quant_method")
-    is_told = method == "auto-round" or (method == "gptq" and row.dialect == "awq")
-    return str(method) if is_told else row.dialect
+    is_stated = method == "auto-round" or (method == "gptq" and row.dialect == "awq")
+    return str(method) if is_stated else row.dialect
 
 
 def _has_own_rows(row: _Row, stem: str, catalogue: Catalogue) -> bool:
-    """Return whether a ModelOpt INT4 layer packs two rows into a byte, which tells it from NVFP4 of a wrong dtype."""
+    """Return whether a ModelOpt INT4 layer packs two rows into a byte, unlike NVFP4 of a wrong dtype."""
     if row.dialect != "modelopt-int4":
         return True
     codes, scale = catalogue.tensors[f"{stem}weight"], catalogue.tensors[f"{stem}weight_scale"]

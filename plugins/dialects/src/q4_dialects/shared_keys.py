@@ -1,7 +1,7 @@
-"""The keys that ModelOpt and ComfyUI share, with opposite nibble orders, and what tells the two apart.
+"""The keys that ModelOpt and ComfyUI share, with opposite nibble orders, and the rules that distinguish the two.
 
 A marker of ComfyUI's decides first, ``config.json`` next, and then the shape of the block scales. Where a weight fills
-whole tiles, both shapes are the same, and nothing is left to tell: the caller must say.
+whole tiles, both shapes are the same: the caller must name the dialect.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class _Torchao(Dialect):
         return 32 * high, 16 * wide
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        """Yield each layer that the metadata names, and each that names, dtypes and shapes alone tell."""
+        """Yield each layer that the metadata names, and each that names, dtypes and shapes alone identify."""
         seen = set()
         owned = owned_keys(catalogue)
         for name, text in catalogue.metadata.items():
@@ -103,9 +103,9 @@ class _Torchao(Dialect):
             facts: dict[str, Any] = data if isinstance(data, dict) else {}
             if self.tensor_type == "MXTensor" and facts.get("elem_dtype") != FP4:
                 continue  # 8-bit elements
-            told = facts.get("is_swizzled_scales")
+            stated = facts.get("is_swizzled_scales")
             # A flag that is no truth value is reported once, by the linear dialect.
-            if told is self.is_swizzled or (not isinstance(told, bool) and not self.is_swizzled):
+            if stated is self.is_swizzled or (not isinstance(stated, bool) and not self.is_swizzled):
                 yield from self._layers(name, catalogue, entry, facts, owned.get(name, ()))
         for module in catalogue.modules_with("_weight_qdata", "_weight_scale"):
             name = f"{module}.weight"
@@ -113,7 +113,7 @@ class _Torchao(Dialect):
                 yield from self._by_shape(name, catalogue)
 
     def _by_shape(self, name: str, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        """Yield the layers where their tensors alone tell that they are this dialect's."""
+        """Yield the layers whose tensors alone identify them as this dialect's."""
         codes, scale = (catalogue.get(f"{prefix_of(name)}{role}") for role in REQUIRED)
         if scale is None or scale.dtype != self.scale_dtype or (codes is not None and codes.dtype != torch.uint8):
             return
@@ -154,12 +154,12 @@ class _Torchao(Dialect):
             shape = (codes.shape[-2], codes.shape[-1] * 2)
         dtype, notes = assumed_dtype(catalogue)
         if entry is None:
-            notes = (*notes, "layout told by shapes alone: the file has no torchao metadata for this layer")
+            notes = (*notes, "layout inferred from shapes alone: the file has no torchao metadata for this layer")
         else:
             problems += entry_problems(name, entry, keys, roles, self.block)
             found = facts.get("orig_dtype")
-            told = found.get("_data") if isinstance(found, dict) else None
-            dtype, notes = DTYPES.get(told if isinstance(told, str) else "", dtype), ()
+            stated = found.get("_data") if isinstance(found, dict) else None
+            dtype, notes = DTYPES.get(stated if isinstance(stated, str) else "", dtype), ()
         layer = LayerSchema(
             module=name.removesuffix(".weight"),
             dialect=self.name,
@@ -263,15 +263,15 @@ class _Torchao(Dialect):
             metadata={f"{module}.weight": self._entry(written, self.read_fact(weight, "torchao entry"))},
         )
 
-    def _entry(self, weight: PackedWeight, kept: str | None = None) -> str:
-        """Return the metadata entry of a weight; ``kept`` is the one that was read, whose other facts stay."""
+    def _entry(self, weight: PackedWeight, read: str | None = None) -> str:
+        """Return the metadata entry of a weight; the other facts of ``read``, the entry in its file, are preserved."""
         names = {"per_tensor_scale": weight.global_scale, "act_per_tensor_scale": weight.activation_scale}
         layout = {
             "is_swizzled_scales": self.is_swizzled,
             "block_size": self.block,
             "orig_dtype": {"_type": "torch.dtype", "_data": str(weight.dtype).removeprefix("torch.")},
         }
-        found = entry_of(kept) if kept is not None else None
+        found = entry_of(read) if read is not None else None
         facts = found["_data"] if found is not None and found["_type"] == self.tensor_type else self.defaults
         entry = {
             "_type": self.tensor_type,

@@ -46,7 +46,7 @@ def entry_of(text: str) -> dict[str, Any] | None:
 
 
 def prefix_of(name: str) -> str:
-    """Return what stands before the parts of a parameter: ``a.weight`` → ``a._weight_``."""
+    """Return the prefix of the parts of a parameter: ``a.weight`` → ``a._weight_``."""
     module, _, parameter = name.rpartition(".")
     return f"{module}._{parameter}_"
 

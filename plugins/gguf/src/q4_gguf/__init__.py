@@ -1,4 +1,4 @@
-"""Reads GGUF files, mapped and without a copy."""
+"""Reader of GGUF files, mapped and without a copy."""
 
 from __future__ import annotations
 

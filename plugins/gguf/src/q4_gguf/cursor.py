@@ -1,4 +1,4 @@
-"""Reads little-endian numbers and texts from a mapped file, each checked against the file's end first."""
+"""``Cursor``: reads little-endian numbers and texts from a mapped file, each checked against the file's end first."""
 
 from __future__ import annotations
 

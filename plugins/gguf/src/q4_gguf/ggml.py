@@ -1,4 +1,4 @@
-"""What ggml's tensor types are to q4core: packed weights, dense tensors, or neither.
+"""ggml's tensor types: packed weights, dense tensors, and unsupported ones.
 
 Names and block sizes come from the package ``gguf``; this module adds what each part of a block means.
 """

@@ -132,7 +132,7 @@ def _alignment(cursor: Cursor, metadata: Mapping[str, Any]) -> int:
 
 
 def _read_entry(cursor: Cursor, index: int) -> TensorEntry:
-    """Return an entry as it stands; ``position`` is still relative and ``nbytes`` unknown."""
+    """Return an unchecked entry; ``position`` is still relative and ``nbytes`` unknown."""
     name = cursor.text(f"name of tensor {index}", _NAME_LIMIT_BYTES)
     dimensions = cursor.u32(f"number of dimensions of tensor {name!r}")
     if dimensions > _MAX_DIMENSIONS:

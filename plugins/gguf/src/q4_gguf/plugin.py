@@ -1,4 +1,4 @@
-"""What q4core finds here: the reader of GGUF files."""
+"""Plugin hooks: the reader of GGUF files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader that q4core finds: recognises GGUF files and gives one weight or tensor at a time."""
+"""``Reader`` plugin: recognises GGUF files and returns one weight or tensor at a time."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class GgufSource:
         return dense_tensor(self._require_data(), self._header.tensors[name])
 
     def close(self) -> None:
-        """Let go of the mapping, which lasts as long as a view of it; weights already given stay valid."""
+        """Release the mapping, which lasts as long as a view of it; weights already returned stay valid."""
         self._data = None
 
 

@@ -1,4 +1,4 @@
-"""Parts of a model that was split into several GGUF files: one alone is no model."""
+"""Check for models that were split into several GGUF files: a single part is rejected."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _HINT = (
 
 
 def require_whole(header: Header, path: Path) -> None:
-    """Refuse a file that holds a part of a model.
+    """Reject a file that holds a part of a model.
 
-    Its header decides; where that has no word of parts (``split.count``), the file's name does
+    Its header decides; where that does not state parts (``split.count``), the file's name does
     (``name-00001-of-00002.gguf``). A merged file has a ``split.count`` of 0, and the tensors of all parts.
 
     Raises:

@@ -33,7 +33,7 @@ class ArrayValue(Sequence[Any]):
     """An array in the metadata; its bounds were checked when the header was read, its items are decoded on first use.
 
     Args:
-        cursor: Stands at the first item; is left behind the last one.
+        cursor: At the first item; it is moved past the last one.
         kind: Number of the item type.
         count: Number of items.
         name: The metadata key, for messages.
@@ -130,7 +130,7 @@ def read_value(cursor: Cursor, name: str) -> Any:
     """Return the value at the cursor, which is stored after the number of its type.
 
     Args:
-        cursor: Stands at the type; is left behind the value.
+        cursor: At the type; it is moved past the value.
         name: The metadata key, for messages.
 
     Returns:
@@ -150,5 +150,5 @@ def read_value(cursor: Cursor, name: str) -> Any:
     item_kind = cursor.u32(f"item type of {name}")
     if item_kind != _TEXT and item_kind not in _NUMBERS:
         legal = sorted({*_NUMBERS, _TEXT})
-        cursor.fail(f"item type of {name}", f"one of {legal} (arrays of arrays are not served)", item_kind)
+        cursor.fail(f"item type of {name}", f"one of {legal} (arrays of arrays are not supported)", item_kind)
     return ArrayValue(cursor, item_kind, cursor.u64(f"number of items of {name}"), name)

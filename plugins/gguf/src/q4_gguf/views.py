@@ -1,4 +1,4 @@
-"""Tensors that look into a mapped GGUF file: no byte is copied until somebody asks for one."""
+"""Tensors that are views of a mapped GGUF file: bytes are read on first access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``quantize`` refuses, before it computes anything where that can be known."""
+"""Checks of ``quantize``'s arguments, before anything is computed where possible."""
 
 from __future__ import annotations
 

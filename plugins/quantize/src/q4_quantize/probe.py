@@ -55,7 +55,7 @@ def probe_quantizer(backend: Backend, request: Request) -> str | None:
         )
         dense = sample.to(request.device, copy=True)
         got = [call_quantizer(backend, dense, asked, seed) for seed in (_SEEDS if is_random else (0,))]
-        message = next((told for item in got if (told := _misfit(wanted, item, request.device))), None)
+        message = next((text for item in got if (text := _misfit(wanted, item, request.device))), None)
         if not torch.equal(dense.to("cpu"), sample):
             message = "it wrote to dense"
         if message is None:

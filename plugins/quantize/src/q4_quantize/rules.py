@@ -140,10 +140,9 @@ def nvfp4_global_scale(largest: torch.Tensor, kind: ScaleKind) -> torch.Tensor:
 def nvfp4_rule(kind: ScaleKind, global_scale: torch.Tensor | None) -> Rule:
     """Return the rule of NVFP4 for a scale kind.
 
-    E4M3 and E4M3_MUL: scale = amax / 6 (/ global), kept in [2^-6, 448]; the data is multiplied by the reciprocal of the
-    scales; a value's sign is kept even when it is a zero. E4M3_DIV: scale = global * (amax / 6), at most 448, 0.125
-    where that rounds to zero; the data is divided; a zero has code 0. PLAIN: scale = amax / 6 in float32, and the data
-    is divided.
+    E4M3 and E4M3_MUL: scale = amax / 6 (/ global), clamped to [2^-6, 448]; the data is multiplied by the reciprocal of
+    the scales; a zero keeps its sign. E4M3_DIV: scale = global * (amax / 6), at most 448, 0.125 where that rounds to
+    zero; the data is divided; a zero has code 0. PLAIN: scale = amax / 6 in float32, and the data is divided.
     """
 
     def rule(blocks: torch.Tensor) -> Coded:
@@ -170,7 +169,7 @@ def mxfp4_rule(blocks: torch.Tensor) -> Coded:
     """Return MXFP4 codes under the round-up scale, 2^ceil(log2(amax / 6)), so that no value saturates.
 
     The logarithm is rounded to float32 before the ceiling, as torchao does on CPU: amax / 6 a few ulps above a power of
-    two keeps that power. Hardware conversion rounds up there; no other input tells the two apart. The smallest scale,
+    two keeps that power. Hardware conversion rounds up there; the two differ for no other input. The smallest scale,
     2^-127, multiplies the data by 1, which leaves only zeros.
     """
     logarithm = torch.log2(quotient(blocks.abs().amax(-1), _LARGEST_E2M1).to(torch.float64)).to(torch.float32)
@@ -246,7 +245,7 @@ def int4_rule(dtype: torch.dtype, *, symmetric: bool) -> Rule:
 
 @attrs.frozen
 class Choices:
-    """What a rule depends on beside the values: format, scale kind, dtype of ``dense``, global scale, symmetry."""
+    """What a rule depends on besides the values: format, scale kind, dtype of ``dense``, global scale, symmetry."""
 
     format: Format
     kind: ScaleKind

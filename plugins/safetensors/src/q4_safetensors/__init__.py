@@ -1,4 +1,4 @@
-"""Reads and writes safetensors checkpoints."""
+"""Reader and writer of safetensors checkpoints."""
 
 from __future__ import annotations
 

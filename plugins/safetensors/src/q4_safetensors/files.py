@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint: one file, the shards of an index, or what a model's folder holds."""
+"""Files of a checkpoint: one file, the shards of an index, or the contents of a model's folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FileSet:
         return self.homes[name].load(name)
 
     def close(self) -> None:
-        """Let go of every file."""
+        """Release every file."""
         for file in set(self.homes.values()):
             file.close()
 
@@ -50,10 +50,10 @@ def _fail(path: Path, name: str, rule: str, value: object, hint: str | None = No
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return tensor → shard from an index, whose shards lie beside it.
+    """Return tensor → shard from an index, whose shards are in the same folder.
 
     Raises:
-        CheckpointError: The index is malformed, or names something other than a file beside it.
+        CheckpointError: The index is malformed, or names something other than a file of its own folder.
     """
     found = read_object(path, "index")
     shards = found.get("weight_map")

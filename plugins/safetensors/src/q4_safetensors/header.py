@@ -1,4 +1,4 @@
-"""The header of a safetensors file: the library decides whether it is valid; names that are there twice are refused.
+"""The header of a safetensors file: the library decides whether it is valid; duplicate names are rejected.
 
 Reference:
     https://github.com/huggingface/safetensors (format), version 0.8.
@@ -60,7 +60,7 @@ def read_header(path: Path) -> Header:
     """Return the header of a safetensors file.
 
     Raises:
-        CheckpointError: The library refuses the file, a name is there twice, or torch can't have a tensor like that.
+        CheckpointError: The library refuses the file, a name occurs twice, or torch can't represent a tensor.
     """
     where = str(path)
     try:

@@ -67,7 +67,7 @@ class MappedFile:
         return flat.view(info.dtype).view(info.shape)
 
     def close(self) -> None:
-        """Let go of the file; a mapping lives on while tensors look into it."""
+        """Release the file; a mapping lives on while tensors are views of it."""
         self._map = None
         self._file = None
 

@@ -1,4 +1,4 @@
-"""The reader that q4core finds: opens safetensors files, indices of shards, and model folders."""
+"""``Reader`` plugin: opens safetensors files, indices of shards, and model folders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SafetensorsSource:
         return self._files.load(name)
 
     def close(self) -> None:
-        """Let go of the files; tensors already given stay valid."""
+        """Release the files; tensors already returned stay valid."""
         self._files.close()
 
 

@@ -1,7 +1,7 @@
-"""One safetensors file in the making: tensors come one at a time, and the library writes the file from them.
+"""``Shard``: a safetensors file under construction, to which tensors are appended one at a time.
 
-The header stands before the data and needs every tensor's size. So the data are kept in a file until the last tensor
-is there; the library then writes from a mapping of it, and none of it is held in memory.
+The header precedes the data and needs every tensor's size. So the data are stored in a temporary file until the last
+tensor is there. The library then writes from a mapping of that file, and none of it is held in memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["Shard"]
 
 
 @attrs.frozen
-class _Kept:
+class _Stored:
     info: TensorInfo
     position: int
 
 
 class Shard:
-    """One file in the making.
+    """One file under construction.
 
     Args:
         path: A temporary name for the file.
@@ -45,14 +45,14 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._data_path = path.with_suffix(".data")
-        self._kept: dict[str, _Kept] = {}
+        self._stored: dict[str, _Stored] = {}
         self.nbytes = 0
         self._data: BinaryIO | None = self._data_path.open("xb+")
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
         """dtype and shape of the tensors so far."""
-        return {name: kept.info for name, kept in self._kept.items()}
+        return {name: stored.info for name, stored in self._stored.items()}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append one tensor.
@@ -69,7 +69,7 @@ class Shard:
                 value=f"{tensor.dtype}, {tensor.layout}, {tensor.device}",
             )
         whole = tensor.detach().to("cpu").contiguous()
-        self._kept[name] = _Kept(TensorInfo(whole.dtype, whole.shape), self.nbytes)
+        self._stored[name] = _Stored(TensorInfo(whole.dtype, whole.shape), self.nbytes)
         size = whole.numel() * whole.element_size()
         if size and self._data is not None:
             # The bytes of the tensor as they lie in memory; torch offers no buffer.
@@ -82,15 +82,15 @@ class Shard:
             return
         self._data.flush()
         mapping = map_privately(self._data) if self.nbytes else bytearray(1)
-        base = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping, and tells where it lies
+        base = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive, and has its address
         tensors = {
             name: TensorSpec(
-                dtype=str(kept.info.dtype).removeprefix("torch."),
-                shape=kept.info.shape,
-                data_ptr=base.data_ptr() + kept.position,
-                data_len=kept.info.nbytes,
+                dtype=str(stored.info.dtype).removeprefix("torch."),
+                shape=stored.info.shape,
+                data_ptr=base.data_ptr() + stored.position,
+                data_len=stored.info.nbytes,
             )
-            for name, kept in self._kept.items()
+            for name, stored in self._stored.items()
         }
         serialize_file(tensors, self.path, dict(metadata) or None)
         del base, mapping
@@ -100,7 +100,7 @@ class Shard:
         self._data_path.unlink()
 
     def close(self) -> None:
-        """Let go of the temporary file."""
+        """Release the temporary file."""
         if self._data is not None:
             self._data.close()
             self._data = None

@@ -1,4 +1,4 @@
-"""Temporary files of a writer: in a folder beside the target, which the next writer removes should this one be killed.
+"""Temporary files of a writer: in a folder next to the target, which the next writer removes if this one is killed.
 
 The folder is locked while its writer lives, and a lock ends with its process. A folder is removed by others only when
 it is not locked and not empty: a writer locks its folder before it puts anything in.

@@ -1,4 +1,4 @@
-"""Where a checkpoint goes, and under which names."""
+"""Target of a checkpoint: its folder and its file names."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Target:
             try:
                 yield from (self.folder / shard for shard in set(read_index(index).values()))
             except CheckpointError:
-                return  # a broken index gives its shards away to nobody
+                return  # a broken index is no proof that its shards may be replaced
 
     def free_names(self, count: int) -> list[str]:
         """Return names for shards that no file of the folder has, so that an old index never finds a new shard."""
