@@ -45,7 +45,7 @@ class Nvfp4Native(WeightOnlyBackend):
     Args:
         facts: Of the machine. Defaults to those of this one.
         tools: What the FP4 paths are built with.
-        devices: Device types beside those of the weight-only kernels; a test brings ``"cpu"``.
+        devices: Device types in addition to those of the weight-only kernels; a test brings ``"cpu"``.
     """
 
     name = "nvfp4-native"
@@ -68,7 +68,7 @@ class Nvfp4Native(WeightOnlyBackend):
     def check(self, request: Request) -> Support:
         """Offer the FP4 paths where FP4 activations are asked for, the quantiser, or weight-only paths or gradients.
 
-        Beside weight-only paths the state says why there are no FP4 paths.
+        With weight-only paths the state says why there are no FP4 paths.
         """
         if request.op == "quantize":
             return self._check_quantize(request)

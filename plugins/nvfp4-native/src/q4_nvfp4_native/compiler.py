@@ -1,4 +1,4 @@
-"""Compiles the CUDA C++ kernels by NVRTC, through CuPy's binding, and keeps the machine code on disk.
+"""Compilation of the CUDA C++ kernels by NVRTC, through CuPy's binding, with the machine code cached on disk.
 
 NVRTC comes with torch's CUDA wheels, so nothing here depends on which Triton torch pins, and no CUDA toolkit is needed.
 """
@@ -60,7 +60,7 @@ def source() -> str:
 def _nvrtc() -> Any:
     """Return CuPy's binding of NVRTC."""
     if util.find_spec("cupy") is None:
-        raise BackendError("NVRTC", hint="Install CuPy (q4-nvfp4-native[cuda13]), which finds NVRTC beside torch.")
+        raise BackendError("NVRTC", hint="Install CuPy (q4-nvfp4-native[cuda13]), which finds NVRTC next to torch.")
     try:
         from cupy.cuda import nvrtc  # noqa: PLC0415  # slow, and may be missing
 
@@ -135,13 +135,13 @@ def _digest(text: str, machine: bytes) -> bytes:
 
 
 def _read(key: str) -> tuple[str, bytes] | None:
-    """Return what ``_write`` kept under a key; None where it is not there, or not whole."""
+    """Return what ``_write`` stored under a key; None where it is not there, or not whole."""
     try:
-        kept = (_folder() / key).read_bytes()
+        stored = (_folder() / key).read_bytes()
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
-    text, separator, machine = kept[32:].partition(b"\0")
-    if not separator or _digest(text.decode(errors="replace"), machine) != kept[:32]:
+    text, separator, machine = stored[32:].partition(b"\0")
+    if not separator or _digest(text.decode(errors="replace"), machine) != stored[:32]:
         return None
     return text.decode(), machine
 

@@ -1,4 +1,4 @@
-"""How the FP4 kernels tile, and which tiling serves which rows of x: data, from ``configurations.json``.
+"""Tilings of the FP4 kernels by rows of x: data, from ``configurations.json``.
 
 ``python -m q4_nvfp4_native.configurations`` writes the C++ form of it after a change.
 """

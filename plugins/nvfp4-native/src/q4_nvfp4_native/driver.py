@@ -73,7 +73,7 @@ class Driver:
         return Kernel(name, function.value or 0, threads, shared_bytes, self, self._context())
 
     def _context(self) -> Any:
-        """Return the current context; None from a driver that can't tell."""
+        """Return the current context; None from a driver that does not report it."""
         context = _ADDRESS()
         get = getattr(self._library, "cuCtxGetCurrent", None)
         return context if get is not None and get(ctypes.byref(context)) == 0 else None
@@ -98,8 +98,8 @@ class Driver:
         if status:
             name = ctypes.c_char_p()
             self._library.cuGetErrorName(status, ctypes.byref(name))
-            told = name.value.decode() if name.value else "unknown"
-            raise BackendError(f"{doing}: the CUDA driver answers {told} ({status})", status=status)
+            answer = name.value.decode() if name.value else "unknown"
+            raise BackendError(f"{doing}: the CUDA driver returned {answer} ({status})", status=status)
 
 
 @attrs.frozen(eq=False)

@@ -135,7 +135,7 @@ class Native:
         elif fault is not None:
             lacks.append(fault)
         elif arch in NATIVE_ARCHITECTURES:
-            # Beside an external library, which is to be used first and is so by its name, ours claim no more.
+            # Next to an external library, which is to be used first and is so by its name, ours claim no more.
             tier = Tier.TUNED if is_measured(arch) and not paths else Tier.GENERIC
             paths += [_path(f"{NATIVE}-{tile}", rows, tier) for tile, rows in rows_served(arch).items()]
             never = "" if is_measured(arch) else ", never run on such hardware"

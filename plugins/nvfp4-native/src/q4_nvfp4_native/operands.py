@@ -1,4 +1,4 @@
-"""What is prepared for FP4 tensor cores: the weight as rows of codes and scale bytes, padded to whole steps of K.
+"""Operands of FP4 tensor cores: the prepared weight as rows of codes and scale bytes, padded to whole steps of K.
 
 | tensor | shape | dtype |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Compiles a kernel for an architecture without a device, and reads what it became: text, report, shared memory."""
+"""Compilation for an architecture without a device, and its results: text, report, shared memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Compiled:
         text = self.report()
         spills, registers = _SPILLS.search(text), _REGISTERS.search(text)
         if spills is None or registers is None:
-            raise ValueError(f"ptxas' report must tell registers and spills, got {text!r}")
+            raise ValueError(f"ptxas' report must state registers and spills, got {text!r}")
         stack, stores, loads = map(int, spills.groups())
         return Usage(int(registers[1]), stack, stores + loads)
 

@@ -1,4 +1,4 @@
-"""``WeightOnlyBackend``: what a plugin makes its own by a name and a list of formats."""
+"""``WeightOnlyBackend``: a base class, to which a plugin adds a name and a list of formats."""
 
 from __future__ import annotations
 

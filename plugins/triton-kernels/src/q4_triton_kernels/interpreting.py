@@ -1,4 +1,4 @@
-"""What tests of interpreted kernels share, in this package and in those that build on it."""
+"""Shared helpers for tests of interpreted kernels, in this package and in those that build on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is prepared: rows of codes in split halves, the numbers as stored, and the facts that tell how to read them.
+"""Layout of a prepared weight: rows of codes in split halves, the numbers as stored, and the metadata to read them.
 
 A row of K codes is padded with zeros to a multiple of 128. Each group of 2H codes fills H bytes: byte p holds code p in
 its low and code p + H in its high nibble, so that what a thread loads (16 bytes) meets x in two contiguous pieces. H is

@@ -1,4 +1,4 @@
-"""``Schedule``: which program a layer of N × K launches at which M; known before anything is prepared or compiled."""
+"""``Schedule``: the program that a layer of N × K launches at each M; known before anything is compiled."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Schedule:
         return tuple(rows[:_MOST_PROBE_ROWS])
 
     def variant(self, kind: str) -> str:
-        """Return what tells the programs of two shapes apart: where each one begins, and whether its sum is cut."""
+        """Return what distinguishes the programs of two shapes: where each one begins, and whether its sum is split."""
         return " ".join(map(str, self.stretches(kind)))
 
     def splits(self, tile: GemvTile | GemmTile, rows: int) -> tuple[int, int]:

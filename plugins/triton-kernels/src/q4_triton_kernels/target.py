@@ -1,4 +1,4 @@
-"""What the kernels run on: an architecture from a list, or Triton's interpreter; or every reason why not."""
+"""Target of the kernels: a supported architecture, Triton's interpreter, or every reason why there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantises x[N, K] to NVFP4 or MXFP4, to the very bytes of q4core's reference codec on the CPU.
+"""Quantisation of x[N, K] to NVFP4 or MXFP4, to the very bytes of q4core's reference codec on the CPU.
 
 Blocks of 16 (32) in-features are numbered row by row; a program takes TILE of them. Every operation is the reference's
 own, rounded to float32 once, in its order: division is ``div_rn``, and nothing is fused. The largest magnitude of the
@@ -175,7 +175,7 @@ def _slack(exponent):
     """Return by how many float32 steps above 2^exponent the reference still takes 2^exponent for the ceiling.
 
     It rounds log2 to float32 before the ceiling. Just above 2^k that logarithm is k + m 2^-23 / ln 2 for m steps, and a
-    float32 near k can't tell it from k while that is below half its own spacing.
+    float32 near k rounds it to k while that is below half its own spacing.
     """
     # Below zero the logarithm has a smaller magnitude than k, so that at a power of two the finer spacing holds.
     size = tl.where(exponent > 0, exponent, -exponent - 1)

@@ -1,4 +1,4 @@
-"""What all kernels share: codes and scale bytes to numbers. All of it is exact.
+"""Decoding that all kernels share: codes and scale bytes to numbers. All of it is exact.
 
 Scales are decoded from bytes by hand, because sm_80 and sm_86 have no e4m3 type.
 
@@ -72,7 +72,7 @@ def look_up(code, table_ptr, TABLE: tl.constexpr):
     if TABLE == "":
         found = tl.load(table_ptr + (index & 15))
     else:
-        # The operand is always 0. Triton doesn't see that, so it keeps the entries beside the codes and moves both
+        # The operand is always 0. Triton doesn't see that, so it keeps the entries along with the codes and moves both
         # into the layout of a dot operand; LLVM does, and computes them once, before the loop.
         entry = tl.inline_asm_elementwise(TABLE, "=r,r", [index >> 8], dtype=tl.int32, is_pure=True, pack=1)
         found = tl.inline_asm_elementwise(

@@ -1,4 +1,4 @@
-"""What stands round a library GEMM, and behind a split sum: weights made dense, and the sums finished."""
+"""Kernels around a library GEMM and after a split sum: dequantised weights, and finished sums."""
 
 from __future__ import annotations
 
