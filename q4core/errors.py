@@ -1,6 +1,6 @@
 """The exception and warning tree: one class per kind of failure, each with a stable ``code``.
 
-Messages read ``<what failed>: <name> must be <rule>, got <value>. <What to do.>``, and the parts stand on
+Messages read ``<what failed>: <name> must be <rule>, got <value>. <What to do.>``, and the parts are
 attributes, so that callers and tests match data instead of prose. Every class also derives from the builtin
 exception that fits it best.
 """
@@ -50,7 +50,7 @@ class Q4Error(Exception):
         value: What it was; shown with ``repr``, shortened. Leave it out where there is no value.
         where: The file, layer or plugin concerned.
         hint: What to do about it, as a whole sentence.
-        **data: Further facts, kept in ``details``.
+        **data: Further facts, stored in ``details``.
     """
 
     code: ClassVar[str] = "q4"
@@ -63,7 +63,7 @@ class Q4Error(Exception):
             cls.code = code
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        """Keep the arguments, by which an error crosses process borders whole."""
+        """Store the arguments, by which an error crosses process borders whole."""
         error = super().__new__(cls, *arguments)
         error._arguments = arguments, named
         return error

@@ -106,7 +106,7 @@ class LayerHandle:
         return self.layer._is_managed
 
     def segment_index(self, rows: int) -> int | None:
-        """Return which segment serves so many rows of x; None outside the range that the layer was made for."""
+        """Return which segment serves a number of rows of x; None outside the range that the layer was made for."""
         return self._weight.plan.segment_index(rows)
 
     def weight(self) -> PackedWeight:
@@ -119,7 +119,7 @@ class LayerHandle:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Let the block's calls be none: a trial, of which no report tells."""
+        """Let the block's calls be none: a trial, which no report shows."""
         calls, outlier_rows = self.calls[:], self._weight.outlier_rows
         try:
             yield
@@ -167,7 +167,7 @@ def prove_once(
         registry: The plugins that hold the backend; the result is forgotten with it.
         backend: Who computes.
         purpose: What it is not used for where a fault is found, for the warning: ``"spikes"``, ``"programs"``.
-        kind: Tells apart what the backend might do in different ways; hashable.
+        kind: Distinguishes what the backend might do in different ways; hashable.
         probe: Compares the backend's results with a reference; returns what is wrong, or None. It runs outside of
             inference mode.
     """
@@ -214,7 +214,7 @@ def attach_record(record: Record, layers: Iterable[Q4Linear], *, name: str = "")
     Args:
         record: Shown as it is when a report is made.
         layers: The layers that it is about.
-        name: Tells several records of a section on one layer apart; one of the same name is replaced.
+        name: Distinguishes several records of a section on one layer; one of the same name is replaced.
     """
     for layer in layers:
         _records.setdefault(layer, {})[record.section, name] = record

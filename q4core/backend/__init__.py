@@ -1,4 +1,4 @@
-"""What a backend is: the contract between the core and whoever computes.
+"""The contract of backends, between the core and what computes.
 
 A backend has few duties; the core does everything else (registered op, fake kernel, autograd, flattening of leading
 dimensions, ``out=``, M = 0, device guard, current stream, input checks), once, for all. ``docs/backend-api.md`` is the

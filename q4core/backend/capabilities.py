@@ -81,7 +81,7 @@ class Capabilities:
     def readable_kinds(self, request: Request, *, any_precision: bool = False) -> frozenset[ScaleKind]:
         """Return the scale kinds that may be read for a request: those of the precisions that it allows.
 
-        With ``any_precision`` the request's wish does not count, as it does not for the reference.
+        With ``any_precision`` the request's precision does not count, as it does not for the reference.
         """
         kinds = [self.scale_kinds_of(item) for item in self._precisions(request, any_precision=any_precision)]
         # A quantiser writes scales, in no precision.

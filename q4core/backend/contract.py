@@ -56,8 +56,8 @@ class PrepareContext:
         empty: ``empty(shape, dtype)`` allocates on the device; what comes from it may be managed memory and is written
             once, in place.
         paths: The paths that were selected, each with a range of M that it will serve, by rising M: ``linear`` is
-            called with no other path and no other M, by the self-probe neither. Empty where nobody has selected (a
-            backend's own tests, say); whatever ``check`` offers may then be called.
+            called with no other path and no other M, also not by the self-probe. Empty where nothing was selected
+            (a backend's own tests, say); any path that ``check`` offers may then be called.
         gradient_paths: The same of ``input_gradient``; empty also where no gradients are asked for.
     """
 

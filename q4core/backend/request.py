@@ -66,7 +66,7 @@ class Request:
         precision: To what precision activations may be rounded; what that allows is the core's answer: ``allows``.
         gradients: Whether gradients to the input will be asked for.
         m: (lowest, highest) rows of x (of y's gradient) that must be served; None for no upper end.
-        rounding: How a quantiser is to round; nothing else heeds it.
+        rounding: How a quantiser is to round; nothing else reads it.
     """
 
     op: str = "linear"
@@ -136,10 +136,9 @@ class Request:
         """Return whether a path of some precision may serve; AUTO means exact, or int16 on CPUs, unless training."""
         if self.op == "quantize":  # which has no activations
             return True
-        wish = self.precision
-        if wish is ActivationPrecision.AUTO:
+        if self.precision is ActivationPrecision.AUTO:
             exact_only = self.gradients or self.device.type != "cpu"
             return precision.is_exact or (precision is Precision.W4I16 and not exact_only)
-        if wish is ActivationPrecision.EXACT:
+        if self.precision is ActivationPrecision.EXACT:
             return precision.is_exact
-        return precision is _ROUNDED[wish]
+        return precision is _ROUNDED[self.precision]

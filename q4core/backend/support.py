@@ -1,4 +1,4 @@
-"""What a backend answers: the paths that it offers, or every reason why not, each a stable code and a sentence."""
+"""A backend's answers: the paths that it offers, or every reason why not, each a stable code and a sentence."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class KernelPath:
             the format: at most 1/126 of the largest value away, half a step of a table of ±63; w4i16 1/16382, half a
             step of one of ±8191.
         interpreted: Whether an interpreter computes in the hardware's place, which says nothing about the hardware.
-        probe_rows: At most 8 further numbers of rows, inside ``m`` and up to 4096, that the self-probe runs beside the
+        probe_rows: At most 8 further numbers of rows, inside ``m`` and up to 4096, that the self-probe runs besides the
             ends of the range: one for each launch configuration, because each is other code.
         variant: What the path's code depends on beyond what a proof tells apart (the weight's layout and dtypes, the
             call's dtypes, the device, N modulo 32 and K modulo 256), in any words: a proof holds for one variant.
@@ -197,7 +197,7 @@ class KernelPath:
         return f"{self.kind.value}, {self.precision.value}{', interpreted' if self.interpreted else ''}"
 
     def covers(self, rows: int) -> bool:
-        """Return whether the path may run with that many rows."""
+        """Return whether the path may run with a number of rows."""
         low, high = self.m
         return low <= rows and (high is None or rows <= high)
 

@@ -1,4 +1,4 @@
-"""What readers and writers of checkpoint files are: plugins bring them, by file type."""
+"""The contract of readers and writers of checkpoint files, which plugins bring by file type."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OpenRequest:
     Args:
         dialects: The dialects to look for, where the file type does not decide.
         dialect: Name of the dialect to prefer wherever the keys allow several.
-        config: The model's ``config.json``; None looks for it beside the file.
+        config: The model's ``config.json``; None looks for it next to the file.
         options: Reader options by name, such as ``{"nibble_order": "low_first"}``.
         copy: Read tensors into memory, and keep no mapping of the file.
     """
@@ -37,7 +37,7 @@ class OpenRequest:
 
 @attrs.frozen(kw_only=True)
 class SaveRequest:
-    """What is to be saved beside the weights, and how; see ``q4core.save_checkpoint``."""
+    """What is to be saved besides the weights, and how; see ``q4core.save_checkpoint``."""
 
     dialect: str
     dialects: tuple[Dialect, ...]
@@ -75,7 +75,7 @@ class CheckpointSource(Protocol):
         """Return one tensor of ``schema.dense``, as a view of the mapped file where possible."""
 
     def close(self) -> None:
-        """Let go of the file; tensors already given stay valid."""
+        """Close the file; tensors already given stay valid."""
 
 
 @runtime_checkable

@@ -76,7 +76,7 @@ def map_privately(file: BinaryIO) -> mmap.mmap:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a path leads to anything; a ``CheckpointError`` says that the system won't tell."""
+    """Return whether a path leads to anything; a ``CheckpointError`` says that the system won't say."""
     try:
         return path.exists()
     except OSError as error:

@@ -105,7 +105,7 @@ class Checkpoint(Mapping[str, PackedWeight]):
         return len(self.schema.layers)
 
     def close(self) -> None:
-        """Let go of the file; weights and tensors already given stay valid. Closing twice is fine."""
+        """Close the file; weights and tensors already given stay valid. Closing twice is fine."""
         source, self._source = self._source, None
         if source is not None:
             source.close()
@@ -136,7 +136,7 @@ class Checkpoint(Mapping[str, PackedWeight]):
 
 @contextlib.contextmanager
 def _reading(what: str, path: Path, nbytes: int | None) -> Iterator[None]:
-    """Turn what torch or the system could not read, for want of memory as a rule, into an error that names it."""
+    """Turn what torch or the system could not read, mostly for lack of memory, into an error that names it."""
     try:
         yield
     except Q4Error:

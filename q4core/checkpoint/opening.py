@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LEAST_BYTES = 4
-"""So many bytes name a kind of file."""
+"""The bytes that name a kind of file."""
 _NAMED = 3
-"""So many layers of a kind are named in an error; the schema has them all."""
+"""Layers of a kind that an error names; the schema has them all."""
 _INSTEAD = "`q4 doctor` lists the dialects read here; or pack the original weights by `q4 quantize`."
 _SAVE = "Save the model as safetensors; save_pretrained of transformers does, and safetensors.torch.save_file."
 
@@ -144,7 +144,7 @@ def _kind(path: Path) -> str | None:
 
 
 def way_to(plugin: str, plugins: Mapping[str, str]) -> str:
-    """Return how to get a plugin that is not at work: install it, let it in, or see why it failed."""
+    """Return how to get a plugin that is not loaded: install it, enable it, or see why it failed."""
     state = plugins.get(plugin, "unknown")
     if state == "disabled":
         return f"Add {plugin!r} to Q4_PLUGINS, or take it out of Q4_DISABLE_PLUGINS: it is installed and left out."

@@ -1,4 +1,4 @@
-"""The reference codec: what each format means, in plain torch, exact and deterministic, slow and clear."""
+"""The reference codec: the meaning of each format in plain torch, exact and deterministic, slow and clear."""
 
 from q4core.codec.decode import decode_rows, dequantize
 

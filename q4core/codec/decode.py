@@ -1,4 +1,4 @@
-"""Dequantise: the values that a packed weight stands for, bit-equal to each dialect's own library.
+"""Dequantisation: the values that a packed weight stands for, bit-equal to each dialect's own library.
 
 Two libraries differ in the sign of a zero: ModelOpt decodes E2M1's code 8 as +0, and some of bitsandbytes' CPU kernels
 decode FP4's as -0.

@@ -20,7 +20,7 @@ _CORE = Path(__file__).parent.parent
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return ``kind: text (in file:line, function)``; the text is a stranger's and may raise where it is asked for."""
+    """Return ``kind: text (in file:line, function)``; the text is a plugin's, and its ``str`` may raise."""
     kind, place = type(error).__name__, _first_place(reversed(list(traceback.walk_tb(error.__traceback__))))
     try:
         return f"{kind}: {error}{place}"
@@ -31,7 +31,7 @@ def describe_exception(error: BaseException) -> str:
 def _first_place(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the place of the first frame that is not q4core's, torch's or the standard library's, or nothing.
 
-    Of the file's path only the parts that its module has are told: nothing of how this machine's folders are called.
+    Only the parts of the file's path that its module has are shown: nothing of the names of this machine's folders.
     """
     for frame, line in frames:
         file = frame.f_code.co_filename

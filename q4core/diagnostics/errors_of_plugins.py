@@ -1,7 +1,7 @@
 """Exceptions of backends, as events with tracebacks and in words.
 
-An exception holds its frames, and these all that a kernel had made. So none is kept, and what its frames hold is let
-go: what is remembered of a fault is its words, and the next backend finds the room.
+An exception holds its frames, and these all that a kernel had made. So none is stored, and what its frames hold is
+released: only the text of a fault is remembered, and the next backend has the memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from q4core.diagnostics.events import emit
 
 def note_fault(backend: str, error: BaseException) -> str:
     """Send what a backend raised as an event with its traceback, and return it in words, with its place."""
-    told = describe_exception(error)
-    emit("q4.fault", backend=backend, error=told, traceback="".join(traceback.format_exception(error)))
+    text = describe_exception(error)
+    emit("q4.fault", backend=backend, error=text, traceback="".join(traceback.format_exception(error)))
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -24,4 +24,4 @@ def note_fault(backend: str, error: BaseException) -> str:
             seen.add(id(item))
             traceback.clear_frames(item.__traceback__)
             waiting += [item.__cause__, item.__context__]
-    return told
+    return text

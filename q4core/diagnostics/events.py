@@ -2,7 +2,7 @@
 
 Events go to the standard library's logger ``"q4core"``, rendered by structlog, which is never configured globally.
 Logs are quiet unless the application configures ``logging`` or ``Q4_LOG`` asks (``json`` or ``console``, and a level,
-separated by commas), in which case they go to stderr. Decisions are told at ``info``, what goes wrong at ``warning``
+separated by commas), in which case they go to stderr. Decisions are logged at ``info``, what goes wrong at ``warning``
 and ``error``, details at ``debug``. Names bound with structlog's contextvars join each line; q4core binds ``session``
 and ``layer`` while it prepares a layer.
 """
@@ -40,15 +40,15 @@ _observers: tuple[Callable[[], Observer | None], ...] = ()
 _lock = threading.Lock()
 _muted: contextvars.ContextVar[bool] = contextvars.ContextVar("q4core_muted", default=False)
 _names: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("q4core_names", default={})  # noqa: B039  # never written to
-"""Beside structlog's own, which take 30 ms to import."""
+"""Joins structlog's own, which take 30 ms to import."""
 _warned: set[tuple[type[Warning], object]] = set()
 
 
 def observe(observer: Observer) -> None:
     """Call ``observer(event, fields)`` for every event from now on, each time with fields of its own.
 
-    A method is called for as long as its object lives. What it raises is told once for each kind of error, as a
-    ``Q4PluginWarning``; it is called again all the same.
+    A method is called for as long as its object lives. What it raises is reported once for each kind of error, as a
+    ``Q4PluginWarning``; it is still called for the next event.
     """
     global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
     reference = weakref.WeakMethod(observer) if inspect.ismethod(observer) else lambda: observer
@@ -65,7 +65,7 @@ def unobserve(observer: Observer) -> None:
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """Send no event from this context inside the ``with`` block; warnings are given all the same."""
+    """Send no event from this context inside the ``with`` block; warnings are still given."""
     token = _muted.set(True)
     try:
         yield
@@ -97,10 +97,10 @@ def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
     if logger.isEnabledFor(level):
         import structlog  # noqa: PLC0415  # slow to import, and only needed once something is logged
 
-        told = {**_names.get(), **structlog.contextvars.merge_contextvars(logger, "", dict(fields))}
-        text = " ".join([event, *(f"{key}={value}" for key, value in told.items())])
-        logger.log(level, text, extra={"q4_event": event, "q4_fields": told})
-    # Last, when everybody has heard the event: where the application makes warnings errors, this raises.
+        named = {**_names.get(), **structlog.contextvars.merge_contextvars(logger, "", dict(fields))}
+        text = " ".join([event, *(f"{key}={value}" for key, value in named.items())])
+        logger.log(level, text, extra={"q4_event": event, "q4_fields": named})
+    # Last, when every observer has had the event: where the application makes warnings errors, this raises.
     for broken, fault in faults:
         if isinstance(fault, Q4PluginWarning):  # the observer's own warning, made an error there
             raise fault
@@ -125,23 +125,23 @@ def _depth_of_caller() -> int:
     return depth
 
 
-def parse_log(wish: str) -> list[str]:
+def parse_log(value: str) -> list[str]:
     """Return the words of ``Q4_LOG``: ``json`` or ``console``, and a level, in any order.
 
     Raises:
         ConfigError: A word is neither.
     """
-    words = [part.strip().lower() for part in wish.split(",") if part.strip()]
+    words = [part.strip().lower() for part in value.split(",") if part.strip()]
     if not _FORMATS | _LEVELS.keys() >= set(words):
         legal = ", ".join(sorted(_FORMATS | _LEVELS.keys()))
         what, hint = "environment variable Q4_LOG", "Correct or unset Q4_LOG."
-        raise ConfigError(what, name="Q4_LOG", rule=f"words among {legal}", value=wish, hint=hint)
+        raise ConfigError(what, name="Q4_LOG", rule=f"words among {legal}", value=value, hint=hint)
     return words
 
 
-def set_up_logging(wish: str) -> None:
+def set_up_logging(value: str) -> None:
     """Send q4core's events to stderr as ``Q4_LOG`` asks; errors are those of ``parse_log``."""
-    words = parse_log(wish)
+    words = parse_log(value)
     level = next((_LEVELS[word] for word in reversed(words) if word in _LEVELS), logging.INFO)
     logger = logging.getLogger(LOGGER_NAME)
     handler = logging.StreamHandler(sys.stderr)
@@ -181,7 +181,7 @@ class _EventFormatter(logging.Formatter):
 @functools.cache
 def _logger() -> logging.Logger:
     logger = logging.getLogger(LOGGER_NAME)
-    logger.addHandler(logging.NullHandler())  # else the standard library prints warnings where nobody set it up
+    logger.addHandler(logging.NullHandler())  # else the standard library prints warnings where it is not set up
     if os.environ.get("Q4_LOG"):
         set_up_logging(os.environ["Q4_LOG"])
     return logger

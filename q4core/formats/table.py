@@ -44,7 +44,7 @@ class ScaleKind(enum.Enum):
     """How block scales are stored; ``resolve_levels`` gives each its meaning."""
 
     PLAIN = "plain"
-    """float32, float16 or bfloat16 as it stands."""
+    """float32, float16 or bfloat16 as it is."""
     E8M0 = "e8m0"
     """A power of two, 2^(byte - 127); byte 255 is NaN."""
     E4M3 = "e4m3"

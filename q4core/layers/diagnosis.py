@@ -27,7 +27,7 @@ class Diagnostics(Selection):
         layer: Its name.
         calls: How often each segment of the selection ran. Replayed CUDA graphs don't tick.
         prepared_bytes: Bytes of the buffers.
-        source_bytes: Those of them that are the source, kept because the backend can't export.
+        source_bytes: Those of them that are the source, held because the backend can't export.
         outlier_rows: Rows of x that had outliers, where activations are rounded: they cost more time, or precision.
         notes: What was assumed while the weight was read.
         memory: What became of the buffers under the unified-memory policy, one line each; then where the bias lies.
@@ -159,7 +159,7 @@ class Report:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of sources kept alive."""
+        """Bytes of the sources that are held."""
         return sum(record.source_bytes for record in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
@@ -182,5 +182,5 @@ class Report:
         if not self.layers:
             return "no 4-bit layers"
         total = f"{counted(len(self.layers), 'layer')}, {self.prepared_bytes:,} bytes prepared"
-        kept = f" ({self.source_bytes:,} of them sources kept alive)" if self.source_bytes else ""
-        return "\n".join([*map(str, self.layers), *map(str, self.records), f"{total}{kept}"])
+        held = f" ({self.source_bytes:,} of them sources held in memory)" if self.source_bytes else ""
+        return "\n".join([*map(str, self.layers), *map(str, self.records), f"{total}{held}"])

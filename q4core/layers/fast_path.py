@@ -166,7 +166,7 @@ def _make_anywhere(  # noqa: C901, PLR0913  # one flat list of conditions: each 
         except PLUGIN_FAULTS as error:
             raise_broken_call(error, plan.backend, "linear", names[index])
         counts[index] += 1
-        if type(outliers) is int and outliers:  # of another backend, whatever it returns
+        if type(outliers) is int and outliers:  # other backends may return anything
             weight.outlier_rows += outliers
         return out
 

@@ -309,7 +309,7 @@ class Q4Linear(nn.Module):
         )
 
     def packed_weight(self) -> PackedWeight:
-        """Return the canonical weight: exported by the backend, or the source that was kept."""
+        """Return the canonical weight: exported by the backend, or the source that is held."""
         ready = self._require_ready()
         with torch.no_grad():
             weight = ready.plan.weight(self._own_buffers() or self._require_ready().buffers)
@@ -513,7 +513,7 @@ class Q4Linear(nn.Module):
         if device != self.device and device.type != "meta":
             config = attrs.evolve(config, device=str(device))
         if self.is_prepared:
-            packed = self.packed_weight()  # brought to its device by whoever prepares it, as the memory policy says
+            packed = self.packed_weight()  # moved to its device where it is prepared, as the memory policy says
             return self._converted(packed.to(device) if device.type == "meta" else packed, dtype, config)
         tensors = tuple(torch.empty_like(tensor, device=device) for tensor in weight.tensors)
         return attrs.evolve(weight, config=config, dtype=dtype, device=device, tensors=tensors)
@@ -566,7 +566,7 @@ class Q4Linear(nn.Module):
             self._take(weight if shared is None else written_to(shared, weight))
         bias = self._own_bias()
         if bias is not None and bias.device.type != "meta":
-            self.bias = self._as_bias(bias)  # assign=True takes whatever dtype the state has
+            self.bias = self._as_bias(bias)  # assign=True takes any dtype that the state has
 
     def _copied(self) -> dict[str, Any]:
         """Return the attributes that a copy gets, in dicts of its own: all but what is prepared for each layer."""

@@ -95,9 +95,9 @@ def prepare_weight(  # noqa: PLR0913  # one argument per fact
         )
         placer = placer_for(config, registry, request.device)
         selection, backend, prepared, source = _proven(weight, request, config, registry, placer)
-        kept = None if can_export(backend) else source  # with the levels of its scales
-        sources = [] if kept is None else [tensor for _, tensor in kept.tensors()]
-        plan = make_plan(selection, backend, prepared, spec, kept)
+        held = None if can_export(backend) else source  # with the levels of its scales
+        sources = [] if held is None else [tensor for _, tensor in held.tensors()]
+        plan = make_plan(selection, backend, prepared, spec, held)
         buffers = [as_bytes(tensor.detach()) for tensor in (*prepared.tensors, *sources)]
         tensors, decisions = _place(buffers, placer, config, name)
         report_selection(selection, name, weight.format.name)

@@ -1,4 +1,4 @@
-"""What this machine can do: CPU features, CUDA devices with their attributes, and the memory there is."""
+"""Facts about this machine: CPU features, CUDA devices with their attributes, and the memory there is."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CudaDevice:
 class MachineFacts:
     """What decides what may run here.
 
-    ``memory_available_bytes`` can be taken without swapping (``MemAvailable``); None where nobody says.
+    ``memory_available_bytes`` can be taken without swapping (``MemAvailable``); None where the system does not say.
     """
 
     system: str

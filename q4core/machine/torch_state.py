@@ -1,6 +1,6 @@
-"""What torch has switched on round a call: dispatch and function modes, transforms, forward mode, recorders.
+"""The state of torch round a call: dispatch and function modes, transforms, forward mode, recorders.
 
-There are no public ways to ask, so every private name of torch that tells it stands here.
+There are no public ways to ask, so every private name of torch that says it is here.
 """
 
 from __future__ import annotations
@@ -63,5 +63,5 @@ def outside_inference() -> AbstractContextManager[Any]:
 
 
 def without_casts(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context in which a backend computes as it was written to, whatever its caller's autocast."""
+    """Return a context in which a backend computes as it was written to, also under its caller's autocast."""
     return torch.autocast(device_type, enabled=False) if casts() else _NOTHING

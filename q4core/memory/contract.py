@@ -1,4 +1,4 @@
-"""What a provider of managed memory offers, and how a decision about one tensor is told."""
+"""The contract of providers of managed memory, and the record of a decision about one tensor."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Placement:
     decided_by: str
 
     def __str__(self) -> str:
-        """Return both, as decisions tell them."""
+        """Return both, as decisions state them."""
         return f"{self.kind} memory ({self.decided_by})"
 
 
@@ -89,7 +89,7 @@ class MemoryProvider(Protocol):
         """Return the same values, shape and dtype in managed memory that ``device`` reaches.
 
         Args:
-            tensor: Detached, on any device; neither changed nor kept, and no byte of it is in the result.
+            tensor: Detached, on any device; neither changed nor retained, and no byte of it is in the result.
             device: Who will compute with it.
             read_mostly: Written once, then only read; the driver may keep a copy at each reader.
             prefetch: Move the pages to ``device`` now instead of at the first touch.
@@ -114,7 +114,7 @@ class MemoryProvider(Protocol):
 
 @attrs.frozen
 class MemoryDecision:
-    """What was done with one tensor, and why.
+    """What became of one tensor, and why.
 
     Args:
         policy: The policy that was applied.
@@ -127,7 +127,7 @@ class MemoryDecision:
         provider: Name of the provider that holds the tensor, or None.
         attributes: The facts that decided: the providers' device attributes, or what torch says of the device.
         bytes: Bytes put into managed memory by this decision; 0 unless promoted.
-        placement: Where the tensor lies now, and which device attribute decided that; None where nobody tells.
+        placement: Where the tensor lies now, and which device attribute decided that; None where no provider says.
     """
 
     policy: UnifiedMemoryPolicy

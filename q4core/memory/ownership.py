@@ -20,15 +20,15 @@ _NOTE = "_q4_memory_provider"
 def note_provider(tensor: torch.Tensor, provider: MemoryProvider) -> None:
     """Take note that a tensor's memory is a provider's, which then lives as long as that memory.
 
-    Whatever a policy places is noted by itself; a provider notes what it hands out directly. Views, detached aliases
-    and whatever else shares the tensor's storage are noted with it.
+    What a policy places is noted by itself; a provider notes what it hands out directly. Views, detached aliases
+    and all else that shares the tensor's storage are noted with it.
     """
     # On the storage, which torch keeps as one Python object as long as the memory lives: so the note ends with it.
     setattr(tensor.untyped_storage(), _NOTE, provider)
 
 
 def provider_of(tensor: torch.Tensor) -> MemoryProvider | None:
-    """Return whose memory a tensor lies in, by what was noted; None for ordinary memory. Nobody is asked."""
+    """Return whose memory a tensor lies in, by what was noted; None for ordinary memory. No provider is asked."""
     provider: MemoryProvider | None = getattr(tensor.untyped_storage(), _NOTE, None)
     return provider
 
@@ -65,7 +65,7 @@ def was_taken_back(tensor: torch.Tensor) -> bool:
     provider = provider_of(tensor)
     try:
         return provider is not None and not (provider.is_managed(tensor) or placement_by(provider, tensor))
-    except PLUGIN_FAULTS:  # reported by whoever asks it for more
+    except PLUGIN_FAULTS:  # reported where it is asked for more
         return False
 
 

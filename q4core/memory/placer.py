@@ -1,4 +1,4 @@
-"""``MemoryPlacer``: what the unified-memory policies make of a tensor where nobody has such memory."""
+"""``MemoryPlacer``: the unified-memory policies where no plugin has such memory."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class MemoryPlacer:
 
         Args:
             what: The tensor, for the error under REQUIRE_UNIFIED; None for one that falls back under every policy.
-            reason: What stands against managed memory.
+            reason: Why managed memory is not used.
             attributes: The facts that decided; what torch says of the device is added.
             hint: What to do about it.
 

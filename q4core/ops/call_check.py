@@ -1,6 +1,6 @@
 """``check_linear_call``: the one rule for what a layer may be called with, in real and fake kernels and the layer.
 
-Native kernels read and write as many bytes as the plan says, so that whatever passes here must have them.
+Native kernels read and write as many bytes as the plan says, so what passes here must have them.
 """
 
 from __future__ import annotations

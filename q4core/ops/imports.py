@@ -150,7 +150,7 @@ def import_weight(
             return _imported(header, labels, tensors, config, registry)
         except LifecycleError:
             raise
-        except PLUGIN_FAULTS as error:  # whatever the header holds
+        except PLUGIN_FAULTS as error:  # the header may hold anything
             raise _not_reusable(name, describe_exception(error)) from error
 
 

@@ -53,7 +53,7 @@ class PreparedWeight(LayerWeight):
             and the tag; others are somebody else's (a functional call's).
         selection: What was chosen, and why not the others.
         memory: What became of each of them under the unified-memory policy; empty under DISABLED.
-        source_bytes: Bytes of the source kept alive next to the prepared ones; 0 where the backend can export.
+        source_bytes: Bytes of the source held next to the prepared ones; 0 where the backend can export.
     """
 
     spec: WeightSpec

@@ -2,8 +2,8 @@
 
 ``q4core::linear(x, buffers, bias, plan)`` and ``q4core::linear_out`` compute y; ``q4core::linear_input_grad`` is their
 exact gradient to x, and ``q4core::linear_exact`` that one's own gradient. ``buffers`` are the layer's uint8 buffers:
-the backend's, then the source's where the backend has no export, then the layer's tag, whose address tells the counters
-which layer ran.
+the backend's, then the source's where the backend has no export, then the layer's tag, by whose address the counters
+of the layer are found.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _linear_out(
 def _exact(tensor: torch.Tensor, buffers: list[torch.Tensor], key: str, *, to_input: bool) -> torch.Tensor:
     """Return ``grad @ w`` [..., K] of grad [..., N], or ``x @ wᵀ`` of x, with exact weights and sums in float32.
 
-    The backend computes ``grad @ w`` where its input gradient is proven for so many rows; else the core does, chunk by
+    The backend computes ``grad @ w`` where its input gradient is proven for these rows; else the core does, chunk by
     chunk of dequantised out-features.
     """
     plan, device, prepared, _ = _find(buffers, key)

@@ -1,4 +1,4 @@
-"""Helpers for authors of plugins, beside the names of ``q4core`` itself.
+"""Helpers for authors of plugins, besides the names of ``q4core`` itself.
 
 A plugin imports the names of ``q4core`` and of this module, and nothing else of the core.
 """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 REFERENCE_PLUGINS = frozenset({"dequant-fallback", "quantize"})
-"""Entry-point names of the references; ``Q4_PLUGINS`` never shuts them out."""
+"""Entry-point names of the references; ``Q4_PLUGINS`` never disables them."""
 HOOKS = tuple(sorted(name for name in vars(HookSpecs) if name.startswith("q4_")))
 
 
@@ -41,7 +41,7 @@ class PluginRecord:
 
 
 def call_plugin(record: PluginRecord, what: str, call: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-    """Call a plugin's code, and return its answer, or None and what went wrong. Only Ctrl-C comes through."""
+    """Call a plugin's code, and return its answer, or None and what went wrong. Only Ctrl-C is raised."""
     try:
         return call(*arguments), None
     except KeyboardInterrupt as error:
@@ -55,8 +55,8 @@ def discover(
 ) -> tuple[pluggy.PluginManager, dict[str, PluginRecord], list[tuple[PluginRecord, str]]]:
     """Find and load plugins, the ``given`` ones or those of entry points, and raise nothing.
 
-    Returned are pluggy's manager with every plugin that loaded, what became of each by name, and what is wrong, yet
-    untold.
+    Returned are pluggy's manager with every plugin that loaded, what became of each by name, and what is wrong, not
+    yet reported.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HookSpecs)
@@ -72,12 +72,12 @@ def discover(
         else:
             record.state = "disabled"
     if given is None or environment is not os.environ:  # the process's own variables name installed plugins
-        faults += _strangers(records, environment)
+        faults += _unmatched(records, environment)
     return manager, records, faults
 
 
 def names_of_plugins(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the plugins that these variables let in, each once, without loading any."""
+    """Return the names of the plugins that these variables enable, each once, without loading any."""
     names = (
         name
         for name, source, _ in _candidates(None, environment)
@@ -90,8 +90,8 @@ def plugin_of_command(word: str, environment: Mapping[str, str]) -> tuple[str, o
     """Return the one plugin that announces a command, as (name, plugin object), without loading any other.
 
     It is announced by an entry point in group ``q4core.commands`` that has the command's name, and the value of the
-    plugin's own entry point. None where no plugin announces it or two do, and where it is shut out or does not load, of
-    which whoever loads all plugins will tell. ``environment`` holds the ``Q4_PLUGIN*`` variables.
+    plugin's own entry point. None where no plugin announces it or two do. None also where it is disabled or does not
+    load, which is reported when all plugins are loaded. ``environment`` holds the ``Q4_PLUGIN*`` variables.
     """
     values = {point.value for point in importlib.metadata.entry_points(group=COMMAND_GROUP, name=word)}
     points = [point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if point.value in values]
@@ -130,7 +130,7 @@ def _allowed(name: str, environment: Mapping[str, str], *, by_module: bool) -> b
     return not wanted or by_module or name in REFERENCE_PLUGINS or name in wanted
 
 
-def _strangers(records: dict[str, PluginRecord], environment: Mapping[str, str]) -> Iterator[tuple[PluginRecord, str]]:
+def _unmatched(records: dict[str, PluginRecord], environment: Mapping[str, str]) -> Iterator[tuple[PluginRecord, str]]:
     """Record the names in the environment that are no plugin's, and yield what is wrong with each."""
     known = sorted(records)
     for variable in ("Q4_PLUGINS", "Q4_DISABLE_PLUGINS"):
@@ -152,12 +152,12 @@ def _register(manager: pluggy.PluginManager, record: PluginRecord, load: Callabl
         return [fault]
     marked, bare = names
     known = ", ".join(HOOKS)
-    told = [f"unknown hook {name!r}; known hooks: {known}" for name in marked if name not in HOOKS]
+    faults = [f"unknown hook {name!r}; known hooks: {known}" for name in marked if name not in HOOKS]
     if bare:
-        told.append(f"not marked with @q4core.hookimpl, and so never called: {', '.join(bare)}")
+        faults.append(f"not marked with @q4core.hookimpl, and so never called: {', '.join(bare)}")
     elif not marked:
-        told.append(f"it brings no hook: nothing in it is marked with @q4core.hookimpl; known hooks: {known}")
-    return told
+        faults.append(f"it brings no hook: nothing in it is marked with @q4core.hookimpl; known hooks: {known}")
+    return faults
 
 
 def _register_hooks(manager: pluggy.PluginManager, plugin: object, name: str) -> tuple[list[str], list[str]]:

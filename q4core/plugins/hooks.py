@@ -1,7 +1,7 @@
 """The hook specifications: everything that a plugin can bring (pluggy, project name ``q4core``).
 
 A plugin is a module (or object) named by an entry point in group ``q4core.plugins``. It implements any of these hooks
-with ``@q4core.hookimpl``. Each hook returns a list; each call stands in its own try, so that one plugin that raises
+with ``@q4core.hookimpl``. Each hook returns a list; each call has its own try, so that one plugin that raises
 never loses the others' answers.
 """
 

@@ -79,7 +79,7 @@ class Registry:
             return self._manager
 
     def _report(self, faults: Iterable[tuple[PluginRecord, str]]) -> None:
-        """Record faults, each once, and then tell them: where warnings are errors, telling raises."""
+        """Record faults, each once, and then report them: where warnings are errors, that raises."""
         fresh = []
         for record, error in faults:
             if error not in record.errors:
@@ -218,7 +218,7 @@ def _name_of(item: Any) -> str | None:
     try:
         name: object = getattr(item, "name", None)
     except PLUGIN_FAULTS:
-        return None  # what it raised is told when the whole item is looked at
+        return None  # what it raised is reported when the whole item is looked at
     return name if isinstance(name, str) and name else None
 
 

@@ -1,4 +1,4 @@
-"""What a user may ask for: compute path, unified memory, activation precision, and the configuration that holds them.
+"""A user's options: compute path, unified memory, activation precision, and the configuration that holds them.
 
 Precedence, field by field (an unset field asks the next): argument, then context (``with using(config)``), then
 environment variable, then default.
@@ -28,7 +28,7 @@ class ComputePath(enum.Enum):
     """Which kinds of path may serve."""
 
     AUTO = "auto"
-    """The fastest proven path, of whatever kind."""
+    """The fastest proven path, of any kind."""
     KERNEL_ONLY = "kernel_only"
     """A kernel path for every M asked for, or ``BackendUnavailableError``."""
     KERNEL_OR_FALLBACK = "kernel_or_fallback"
@@ -127,7 +127,7 @@ class SessionConfig:
         gradients: Whether gradients to the input will be asked for. Default False.
         unified_memory: Default ``UnifiedMemoryPolicy.DISABLED``.
         compute_dtype: dtype of the activations x. Default: the weight's own dtype where a kernel takes it.
-        diagnostics: Whether decisions are sent as events. Default True. Records and counters are always kept.
+        diagnostics: Whether decisions are sent as events. Default True. Records and counters are always there.
 
     Raises:
         ConfigError: A value is not legal.
@@ -200,7 +200,7 @@ def resolve_config(
         environment: Taken instead of ``os.environ``.
 
     Returns:
-        A configuration in which only ``backend`` and ``compute_dtype`` may still be None ("no wish").
+        A configuration in which only ``backend`` and ``compute_dtype`` may still be None, which asks for nothing.
 
     Raises:
         ConfigError: ``config`` is something else, or a ``Q4_*`` variable holds a value that is not legal.
@@ -226,7 +226,7 @@ def using(config: SessionConfig | Any) -> Iterator[SessionConfig]:
     The context is a ``contextvars`` one, so that each task has its own. A new thread has an empty one, before Python
     3.14 and unless ``-X thread_inherit_context`` is on: start it by ``contextvars.copy_context().run``, as
     ``threading.Thread(target=contextvars.copy_context().run, args=(function,))`` does. ``asyncio.to_thread`` does that
-    by itself; pools and ``run_in_executor`` do not. Actors have the configuration of whoever spawned them.
+    by itself; pools and ``run_in_executor`` do not. Actors have the configuration of their spawner.
 
     Args:
         config: A ``SessionConfig``, or a ``Session``, whose configuration is taken.

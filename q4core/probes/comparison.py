@@ -77,10 +77,10 @@ def describe_wrong(
     times = f" ({float(ratios[row, column]):.3g} × its bound)" if math.isfinite(value) else ""
     worst = f"{name}[{row}, {int(columns[column])}] = {value:.9g}, exact {exact:.9g} ± {allowed:.2g}{times}"
     count = int(wrong.sum())
-    told = f"{count} of {wrong.numel()} {elements} {'is' if count == 1 else 'are'} wrong; worst {worst}"
+    text = f"{count} of {wrong.numel()} {elements} {'is' if count == 1 else 'are'} wrong; worst {worst}"
     if not bool(torch.isfinite(computed[wrong]).all()):
-        return f"output is not finite: {told}"
-    return told if bool(computed.any()) else f"output is all zero: {told}"
+        return f"output is not finite: {text}"
+    return text if bool(computed.any()) else f"output is all zero: {text}"
 
 
 def probe_result(message: str | None, started: float, worst: float | None = None) -> ProbeResult:

@@ -27,16 +27,16 @@ def probe_export(backend: Backend, prepared: Prepared, source: PackedWeight) -> 
     count, columns = source.shape
     rows = sampled(count)
     some = torch.tensor([count - 1, 0], dtype=torch.int64, device=source.device)
-    lent = some.clone()
+    given = some.clone()
     message = None
     try:
         difference = _difference(exported_weight(backend, prepared, None, source.shape), rows, source, rows)
         if difference is not None:
             message = f"export is not the inverse of prepare: {difference}"
         elif source.blocks is BlockOrder.ROW:
-            weight = exported_weight(backend, prepared, lent, (2, columns))
+            weight = exported_weight(backend, prepared, given, (2, columns))
             difference = _difference(weight, torch.arange(2), source, some)
-            if not torch.equal(lent, some):
+            if not torch.equal(given, some):
                 message = "export wrote to rows"
             elif difference is not None:
                 message = f"export of rows {some.tolist()} gives other values than those rows have: {difference}"

@@ -83,7 +83,7 @@ def grid_activations(  # noqa: PLR0913  # the facts of one draw
         precision: The path's precision.
         dtype: dtype of x.
         seed: Equal seeds give equal draws.
-        activation_scale: The checkpoint's static scale, where the weight has one; only W4A4 heeds it. A path takes its
+        activation_scale: The checkpoint's static scale, where the weight has one; only W4A4 uses it. A path takes its
             next power of two for what lies under the block scales.
 
     Returns:
@@ -177,16 +177,16 @@ def probe_path(  # noqa: PLR0913  # the facts of one probe
             message = f"{what} can't be proven: {error}"
             break
         rows = different[torch.arange(count) % _DIFFERENT_ROWS].to(request.device)
-        lent = rows.clone()
+        passed = rows.clone()
         out = torch.full((count, width), math.nan, dtype=dtype, device=request.device)
         address = out.data_ptr()
         try:
             with on_device(request.device):
-                call(prepared, lent, out, path=path.name)
+                call(prepared, passed, out, path=path.name)
         except PLUGIN_FAULTS as error:
             message = f"{what} raised {note_fault(backend.name, error)} at M = {count}"
             break
-        if not same_bytes(lent, rows):
+        if not same_bytes(passed, rows):
             message = f"{what} wrote to {given} at M = {count}"
             break
         if out.shape != (count, width) or out.data_ptr() != address:
@@ -246,8 +246,8 @@ def _activations(count: int, source: PackedWeight, request: Request, path: Kerne
     if source.input_channel_scale is not None:
         block = 16 if precision is Precision.W4A4 else 32
         columns, row = torch.arange(x.shape[1]), torch.arange(count)[:, None]
-        kept = (columns // block * block + (columns // block + draw + row) % block).clamp(max=x.shape[1] - 1)
-        x = torch.where(columns == kept, torch.where(x == 0, x.abs().max(), x), 0)
+        left = (columns // block * block + (columns // block + draw + row) % block).clamp(max=x.shape[1] - 1)
+        x = torch.where(columns == left, torch.where(x == 0, x.abs().max(), x), 0)
     if source.input_permutation is not None:
         x = torch.empty_like(x).index_copy_(1, source.input_permutation.to("cpu"), x)
     return x
@@ -262,8 +262,8 @@ def _add_up(runs: list[_Run], source: PackedWeight, columns: torch.Tensor, *, is
         chunk = slice(start, start + step)
         dense = decode_rows(source, features[chunk], dtype=torch.float64)
         dense = (dense[:, columns.to(dense.device)] if is_gradient else dense.T).to("cpu")
-        summed, told = (chunk, everything) if is_gradient else (everything, chunk)
+        summed, written = (chunk, everything) if is_gradient else (everything, chunk)
         for run in runs:
             part = run.given[:, summed]
-            run.reference[:, told] += part @ dense
-            run.magnitude[:, told] += part.abs() @ dense.abs()
+            run.reference[:, written] += part @ dense
+            run.magnitude[:, written] += part.abs() @ dense.abs()

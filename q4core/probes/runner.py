@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _FEW_ELEMENTS, _FEW_ROWS = 1 << 15, (16, 128)
-"""Out-features of an imported weight that are compared: torch decodes so many in one thread, without a wait."""
+"""Out-features of an imported weight that are compared: torch decodes these in one thread, without a wait."""
 
 
 def can_export(backend: Backend) -> bool:
@@ -96,8 +96,8 @@ class Trial:
             segments, gradients = self._selection.segments, self._selection.gradients
             asked = self._selection.gradient_request if gradients else request
             self._results.refuse(name, (*segments, *gradients), asked, refusals)
-        told = [str(reason) for reason in refusals]
-        emit("q4.prepare", level=logging.WARNING, layer=layer, backend=name, refused=told)
+        refused = [str(reason) for reason in refusals]
+        emit("q4.prepare", level=logging.WARNING, layer=layer, backend=name, refused=refused)
         return refusals
 
     def _bar_writer(self) -> Reason | None:
@@ -122,7 +122,7 @@ class Trial:
         return reason
 
     def prove(self, prepared: Prepared) -> bool:
-        """Run the probes that have not run yet, each told as an event; return whether everything is right.
+        """Run the probes that have not run yet, each reported as an event; return whether everything is right.
 
         Raises:
             BackendError: The backend wrote to the caller's weight.

@@ -1,4 +1,4 @@
-"""Dialects, and which layers a mapping of names to tensors holds in them, with everything that is wrong.
+"""Dialects, the layers that a mapping of names to tensors holds in them, and everything that is wrong with these.
 
 Metadata is enough: tensors may be meta tensors or ``TensorInfo``. Each module is decided by itself, never the whole
 file.

@@ -59,7 +59,7 @@ class Problem:
     Args:
         code: ``missing_key``, ``unknown_key``, ``dtype``, ``shape``, ``value``, ``ambiguous``, ``dialect`` (no layer is
             in the dialect that was asked for), ``unsupported`` (recognised, but nothing here reads it) or
-            ``unexplained`` (packed integers beside scales whose keys no dialect knows).
+            ``unexplained`` (packed integers next to scales whose keys no dialect knows).
         key: The tensor's key (or the module's name).
         rule: What must hold, to be read after "must be".
         value: What was found; None where there is nothing to show.
@@ -91,7 +91,7 @@ class LayerSchema:
         format: Name of the format.
         keys: Role → key for every tensor of the layer, the missing required ones included. Role ``"qdata"`` is always
             there; the other roles are the dialect's own.
-        shape: (N, K), or None where the names and shapes can't tell (the file's side tensors will).
+        shape: (N, K), or None where the names and shapes don't say (the file's side tensors do).
         block_size: In-features per scale, or None where unknown.
         problems: What is wrong with the keys themselves (missing, unknown, ambiguous).
         notes: What is assumed, for the record.
@@ -116,7 +116,7 @@ class LayerSchema:
 
 
 class Catalogue:
-    """The names of a checkpoint with their dtypes and shapes, indexed by module, and its small print.
+    """The names of a checkpoint with their dtypes and shapes, indexed by module, with its metadata and configuration.
 
     Args:
         tensors: Name → anything with ``dtype`` and ``shape`` (a tensor, a meta tensor, a ``TensorInfo``).

@@ -1,4 +1,4 @@
-"""Which layers a mapping of names to tensors holds, and in which dialects."""
+"""Detection of the layers that a mapping of names to tensors holds, and of their dialects."""
 
 from __future__ import annotations
 
@@ -148,9 +148,9 @@ def countable(candidates: Sequence[LayerSchema]) -> Sequence[LayerSchema]:
 def choose(candidates: Sequence[LayerSchema], wanted: str | None, marked: str | None) -> LayerSchema:
     """Return the one reading that counts, or the first one with the problem that several do."""
     for name in (wanted, marked):
-        told = [layer for layer in candidates if name is not None and layer.dialect == name]
-        if len(told) == 1:
-            return told[0]
+        named = [layer for layer in candidates if name is not None and layer.dialect == name]
+        if len(named) == 1:
+            return named[0]
     left = countable(candidates)
     if len(left) == 1:
         return left[0]

@@ -1,4 +1,4 @@
-"""What a dialect is: it finds its layers, says what is wrong with them, reads them and writes them."""
+"""The contract of dialects, which find their layers, say what is wrong with them, read them and write them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Dialect(abc.ABC):
     options: ClassVar[frozenset[str]] = frozenset()
     """Names of the reader options that the dialect understands."""
     shares_keys: ClassVar[bool] = False
-    """Another dialect uses the same keys: a file that stands alone is marked with the dialect's name."""
+    """Another dialect uses the same keys: a file on its own is marked with the dialect's name."""
     metadata_spans_shards: ClassVar[bool] = False
     """The dialect's own readers want the metadata of the whole checkpoint in every shard."""
     numbers: ClassVar[Mapping[str, str]] = {}
-    """Role → what its numbers must be: "finite", "finite and not negative" or "finite and positive". They are looked at
-    where the tensors are at hand, whatever else is wrong. What is not told here is looked at as a weight."""
+    """Role → what its numbers must be: "finite", "finite and not negative" or "finite and positive". They are checked
+    where the tensors are at hand, also where others are wrong. What is not listed is checked as a weight."""
 
     @abc.abstractmethod
     def find(self, catalogue: Catalogue) -> Iterable[LayerSchema]:
@@ -61,7 +61,7 @@ class Dialect(abc.ABC):
     ) -> torch.Tensor | None:
         """Return the numbers that the tensor of one of the ``numbers`` roles holds; None where it holds others.
 
-        The layer may be incomplete, and the tensor of whatever dtype and shape; the others are in the catalogue.
+        The layer may be incomplete, and the tensor of any dtype and shape; the others are in the catalogue.
         """
         del layer, role, catalogue
         return stored if stored.is_floating_point() else None
@@ -163,7 +163,7 @@ class Dialect(abc.ABC):
 
     @staticmethod
     def read_fact(weight: PackedWeight, key: str) -> Any:
-        """Return the detail that ``stored_fact`` kept, or None."""
+        """Return the detail that ``stored_fact`` noted, or None."""
         head = f"stored {key}: "
         return next((json.loads(note[len(head) :]) for note in weight.notes if note.startswith(head)), None)
 

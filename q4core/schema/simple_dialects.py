@@ -1,7 +1,7 @@
 """The two simplified dialects: NF4 or FP4 as a trio of siblings, and single-level NVFP4 as a pair.
 
 Neither says everything: the trio is silent about its nibble order, and both about the dtype that the weight had. What
-is assumed stands in the weight's ``notes``.
+is assumed is in the weight's ``notes``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _dtype_of(catalogue: Catalogue) -> tuple[torch.dtype, tuple[str, ...]]:
 class SimpleNf4(Dialect):
     """``<module>.weight`` uint8 [N, K / 2], ``<module>.absmax`` float [N K / block], ``<module>.quant_map`` float [16].
 
-    Blocks run over the flattened weight, as in bitsandbytes. The code book tells NF4 from FP4. The nibble order is
+    Blocks run over the flattened weight, as in bitsandbytes. The code book separates NF4 from FP4. The nibble order is
     bitsandbytes' (``high_first``) unless the option ``nibble_order`` says ``low_first``.
     """
 
@@ -55,9 +55,9 @@ class SimpleNf4(Dialect):
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield each module with the trio, or with codes and one of the other two."""
-        told = catalogue.options.get("nibble_order")
-        if told is not None and told not in _ORDERS:
-            raise DialectError(self.name, name="nibble_order", rule=f"one of {', '.join(_ORDERS)}", value=told)
+        order = catalogue.options.get("nibble_order")
+        if order is not None and order not in _ORDERS:
+            raise DialectError(self.name, name="nibble_order", rule=f"one of {', '.join(_ORDERS)}", value=order)
         for module in catalogue.modules_with("absmax", "quant_map"):
             # "proj.weight" with an "absmax" below it is bitsandbytes' own dialect.
             if module.rpartition(".")[2] == "weight" or module in catalogue:
@@ -66,12 +66,12 @@ class SimpleNf4(Dialect):
             codes = catalogue.get(keys["qdata"])
             is_trio = keys["scale"] in catalogue and keys["codebook"] in catalogue
             if is_trio or (codes is not None and codes.dtype == torch.uint8):
-                yield self._layer(catalogue, module, keys, told)
+                yield self._layer(catalogue, module, keys, order)
 
-    def _layer(self, catalogue: Catalogue, module: str, keys: dict[str, str], told: str | None) -> LayerSchema:
+    def _layer(self, catalogue: Catalogue, module: str, keys: dict[str, str], order: str | None) -> LayerSchema:
         problems = list(catalogue.unknown_scales(module, (*_TRIO.values(), "bias")))
         dtype, notes = _dtype_of(catalogue)
-        if told is None:
+        if order is None:
             notes = (*notes, f"nibble order {_DEFAULT_ORDER} assumed: the dialect does not say it")
         table, kind = catalogue.load_small(keys["codebook"]), "nf4"
         if table is None or not table.numel() or table.dtype not in FLOATS:
@@ -92,7 +92,7 @@ class SimpleNf4(Dialect):
             block_size=shape[0] * shape[1] // count if shape and count and shape[0] * shape[1] % count == 0 else None,
             problems=problems,
             notes=notes,
-            extras=(("dtype", dtype), ("order", told or _DEFAULT_ORDER)),
+            extras=(("dtype", dtype), ("order", order or _DEFAULT_ORDER)),
         )
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:

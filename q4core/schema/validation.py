@@ -49,11 +49,11 @@ def validate_in(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect
 def _layer_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) -> list[Problem]:
     """Return the problems of keys, shapes and dtypes of one layer."""
     problems = list(layer.problems)
-    told = {problem.key for problem in problems}
+    known = {problem.key for problem in problems}
     problems += [
         Problem("missing_key", key, f"there, as the {role} of {layer.module!r} in {layer.dialect}")
         for role, key in layer.keys.items()
-        if key not in catalogue and key not in told
+        if key not in catalogue and key not in known
     ]
     if not any(problem.code == "ambiguous" for problem in problems):
         problems += dialect.validate(layer, catalogue)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _INFINITY = 1 << 62
 _TABLE_STEPS, _WORD_STEPS = 126, 16382
-"""A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5; beside
+"""A table may be this part of the largest value off: half a step of one of ±63, which leaves NF4 at NMSE 9e-5; with
 int16 activations, of one of ±8191, which leaves it below 4e-9."""
 
 

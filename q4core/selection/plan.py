@@ -78,7 +78,7 @@ class Plan(Shapes):
 
     @property
     def stem(self) -> str:
-        """Return the key without the number that tells this process's instances of a backend apart, and the JSON."""
+        """Return the key without the JSON and the number, by which this process's instances of a backend differ."""
         return short_name(self.key).partition("#")[0]
 
     def segment_index(self, rows: int) -> int | None:
@@ -144,9 +144,9 @@ def given_weight(backend: Backend, method: str, shape: tuple[int, ...], call: Ca
 
 
 def raise_broken_call(error: BaseException, backend: Backend, method: str, path: str | None = None) -> NoReturn:
-    """Tell the caller what a method of a backend raised.
+    """Raise what a method of a backend raised, as the caller's error.
 
-    Running out of memory is the caller's to handle, and q4core's own errors say enough: they come through as they are.
+    Running out of memory is the caller's to handle, and q4core's own errors say enough: they are raised as they are.
 
     Raises:
         BackendError: For anything else.
@@ -179,12 +179,12 @@ def make_plan(  # noqa: PLR0913  # one argument per fact
     tensors' own.
     """
     tensors = [*prepared.tensors, *([] if source is None else (tensor for _, tensor in source.tensors()))]
-    kept = [as_bytes(tensor.detach()) for tensor in tensors]
+    stored = [as_bytes(tensor.detach()) for tensor in tensors]
     request, kind = selection.backend_request, type(backend)
     facts: dict[str, Any] = {
         "meta": prepared.meta,
         "dtypes": (*(tensor.dtype for tensor in tensors), torch.uint8),
-        "layouts": layouts or (*((tuple(tensor.shape), tensor.stride()) for tensor in kept), ((1,), (1,))),
+        "layouts": layouts or (*((tuple(tensor.shape), tensor.stride()) for tensor in stored), ((1,), (1,))),
         "prepared_count": len(prepared.tensors),
         "source": None if source is None else WeightSpec.of(source),
         "segments": selection.segments,
@@ -193,12 +193,12 @@ def make_plan(  # noqa: PLR0913  # one argument per fact
         "in_features": request.in_features,
         "dtype": request.dtype,
     }
-    told = repr((f"{kind.__module__}.{kind.__qualname__}", backend.api_version, request.format.name, facts))
-    stem = f"{backend.name}/{hashlib.sha256(told.encode()).hexdigest()[:16]}"
-    text = "" if source is not None else _portable(selection, backend, facts, spec)
+    text = repr((f"{kind.__module__}.{kind.__qualname__}", backend.api_version, request.format.name, facts))
+    stem = f"{backend.name}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    portable = "" if source is not None else _portable(selection, backend, facts, spec)
     with _lock:
         for number in itertools.count(1):  # above 1 over other instances of the backend (other registries')
-            key = f"{stem if number == 1 else f'{stem}#{number}'}{text}"
+            key = f"{stem if number == 1 else f'{stem}#{number}'}{portable}"
             plan = PLANS.setdefault(key, Plan(key=key, backend=backend, **facts))
             if plan.backend is backend and plan.meta == prepared.meta:
                 break
@@ -215,7 +215,7 @@ def _portable(selection: Selection, backend: Backend, facts: dict[str, Any], spe
     if not callable(describe):
         return ""
     request = selection.request
-    portable = {
+    made_of = {
         "backend": backend.name,
         "spec": json.loads(spec.to_json()),
         "features": sorted(feature.value for feature in request.features),
@@ -234,7 +234,7 @@ def _portable(selection: Selection, backend: Backend, facts: dict[str, Any], spe
         "gradient_paths": _plain(selection.gradients),
     }
     try:
-        return " " + json.dumps({**portable, "meta": describe(facts["meta"])}, separators=(",", ":"))
+        return " " + json.dumps({**made_of, "meta": describe(facts["meta"])}, separators=(",", ":"))
     except PLUGIN_FAULTS as error:
         raise_broken_call(error, backend, "describe")
 
@@ -286,7 +286,7 @@ def shapes_of(key: str) -> Shapes:
     """Return the shapes of a plan by its name, for a fake kernel also of one that this process has not made.
 
     Raises:
-        LifecycleError: There is no such plan, and the name does not tell them.
+        LifecycleError: There is no such plan, and the name does not hold them.
     """
     plan = PLANS.get(key)
     if plan is not None:

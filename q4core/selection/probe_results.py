@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _UNRELATED = {"precision", "gradients", "m", "out_features", "in_features"}
 _FACTS = operator.attrgetter(*(field.name for field in attrs.fields(Request) if field.name not in _UNRELATED))
-"""What of a request a path's code may depend on, beside the tails of N and K."""
+"""What of a request a path's code may depend on, besides the tails of N and K."""
 _OPEN_END_ROWS = 16
 _MOST_ROWS = 128
 
@@ -40,7 +40,7 @@ class ProbeResult:
 class ProbeResults:
     """The results of self-probes in this process, the backends that are barred, and the refusals to prepare.
 
-    Results are kept by everything that a path's code may depend on. A path of None stands for the backend's ``export``.
+    Results are stored by all that a path's code may depend on. A path of None stands for the backend's ``export``.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class ProbeResults:
     def record(
         self, backend: str, path: KernelPath | None, request: Request, result: ProbeResult, rows: Iterable[int] = ()
     ) -> None:
-        """Keep a result, and for which numbers of rows it was found, and tell it; a path once wrong stays so."""
+        """Store a result, with the numbers of rows it was found for, and report it; a path once wrong stays so."""
         key = self.key(backend, path, request)
         with self._lock:
             known, seen = self._shown.get(key, (result, frozenset[int]()))
@@ -81,7 +81,7 @@ class ProbeResults:
     def refuse(
         self, backend: str, segments: tuple[Segment, ...], request: Request, reasons: tuple[Reason, ...]
     ) -> None:
-        """Keep for which reasons a backend refused to prepare these paths."""
+        """Store for which reasons a backend refused to prepare these paths."""
         with self._lock:
             self._refusals[self.key(backend, None, request), segments] = reasons
             self.generation += 1
@@ -117,11 +117,11 @@ class ProbeResults:
 
 def warn_of_fault(backend: str, path: KernelPath | None, request: Request, fault: Reason) -> None:
     """Warn that what a backend offers is not used, once for each format."""
-    what, told = _label(path, request), f"backend {backend!r} is not used"
+    what, text = _label(path, request), f"backend {backend!r} is not used"
     if request.op == "input_gradient":
         what = f"input gradient {what}"
-        told = f"{what} of backend {backend!r} is not used, another one or the core computes it,"
-    message = f"{told} for {request.format.name}: {fault.message}"
+        text = f"{what} of backend {backend!r} is not used, another one or the core computes it,"
+    message = f"{text} for {request.format.name}: {fault.message}"
     warn_once((backend, what, request.format.name), Q4ProbeWarning, message)
 
 

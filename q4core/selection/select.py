@@ -1,4 +1,4 @@
-"""Turns a request into a ``Selection``: one winner, and a reason for every other backend.
+"""Selection of a backend for a request: one winner, and a reason for every other backend.
 
 Paths are compared where they would run: at the lowest M asked for first, then at each higher M at which any candidate
 changes path. The higher tier wins, ties go by name.
@@ -44,7 +44,7 @@ def select_backend(  # noqa: PLR0913  # a pure function takes all that it depend
     results: ProbeResults | None = None,
     failures: Mapping[str, tuple[Reason, ...]] = MappingProxyType({}),
 ) -> Selection:
-    """Choose the backend and its paths for a request; a pure function of its arguments, whatever their order.
+    """Choose the backend and its paths for a request; a pure function of its arguments, in any order of them.
 
     An ``override`` is obeyed or refused, never replaced. ``invalid`` backends may not serve at all, and are recorded;
     ``failures`` could not prepare the weight at hand, for these reasons.

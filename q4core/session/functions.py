@@ -47,8 +47,8 @@ def open(  # noqa: A001  # the contract's name: q4.open(path)
 
     Args:
         path: A safetensors file, an index of shards, a folder with either, or a file that a plugin reads (GGUF).
-        dialect: Name of the dialect, where keys alone can't tell.
-        config: The model's ``config.json``, taken instead of the one beside the file.
+        dialect: Name of the dialect, where keys alone don't decide.
+        config: The model's ``config.json``, taken instead of the one next to the file.
         options: Reader options by name, such as ``{"nibble_order": "low_first"}``.
         copy: Read each tensor into memory when it is asked for, and keep no mapping.
 

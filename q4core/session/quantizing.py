@@ -34,7 +34,7 @@ class Quantizer(Protocol):
         """
 
 
-def quantize(  # noqa: PLR0913  # one argument per wish
+def quantize(  # noqa: PLR0913  # one argument per option
     dense: torch.Tensor,
     format: str | Format,  # noqa: A002  # the contract's name
     *,
@@ -49,7 +49,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
 ) -> PackedWeight:
     """Return a dense weight in four bits: on CUDA by a proven native quantiser, else by the reference.
 
-    Rounded to nearest, the bytes are the same whoever wrote them. The event ``q4.quantize`` says who did. The package
+    Rounded to nearest, all quantisers write the same bytes. The event ``q4.quantize`` says who did. The package
     q4-quantize brings the rules of the built-in formats.
 
     Args:
@@ -65,7 +65,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
         registry: The plugins to choose among. Defaults to the process's.
 
     Raises:
-        PluginError: No plugin at work quantises to the format, or two do; it names the package that is missing.
+        PluginError: No loaded plugin quantises to the format, or two do; it names the package that is missing.
         InputError: ``dense`` is not a finite float matrix, or holds values that the format's scales can't reach; or the
             seed is not legal.
         FormatError: The format is unknown or has no rule, or the block size, scale kind, packing or K is not legal for
@@ -84,7 +84,7 @@ def quantize(  # noqa: PLR0913  # one argument per wish
     fitting = [item for item in found.values() if kind.rule in item.rules]
     if len(fitting) != 1:
         names = ", ".join(item.name for item in fitting or found.values()) or "none"
-        rule = f"one that a single quantiser at work has (here: {names})"
+        rule = f"one that a single loaded quantiser has (here: {names})"
         is_own = kind.rule in {item.rule for item in BUILTIN_FORMATS.values()} and not fitting
         hint = way_to("quantize", {item.name: item.state for item in plugins.records()}) if is_own else None
         raise PluginError(f"quantize to {kind}", name="rule", rule=rule, value=kind.rule, where=name, hint=hint)

@@ -53,7 +53,7 @@ class Session:
     ) -> None:
         self.config = config or SessionConfig()
         """What was asked for; unset fields are resolved whenever a layer is made."""
-        resolve_config(self.config)  # a wish that is not legal is refused here, not at the first layer
+        resolve_config(self.config)  # what is not legal is rejected here, not at the first layer
         self.name = name or f"session-{next(_numbers)}"
         self._registry = registry
         self._layers: weakref.WeakValueDictionary[int, Q4Linear] = weakref.WeakValueDictionary()
@@ -103,7 +103,7 @@ class Session:
         return self._own(layer)
 
     def _own(self, layer: Q4Linear) -> Q4Linear:
-        """Return the layer as the session's; one that is done after the session was closed is closed, too."""
+        """Return the layer as the session's; one that is ready only after the session was closed is closed, too."""
         layer.session_name = self.name
         with self._lock:  # close() takes the layers under the same lock: none slips in behind it
             if not self._closed:

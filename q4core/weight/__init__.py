@@ -1,4 +1,4 @@
-"""``PackedWeight``: the one canonical in-memory weight, whatever dialect it was read from."""
+"""``PackedWeight``: the one canonical in-memory weight, for every dialect."""
 
 from q4core.weight.concat import cat
 from q4core.weight.feature import Feature

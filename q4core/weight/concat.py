@@ -1,4 +1,4 @@
-"""Join weights along their out-features."""
+"""Concatenation of weights along their out-features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a weight needs of a backend beyond the plain formula."""
+"""Features that a weight needs of a backend beyond the plain formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every ``PackedWeight`` must fulfil: shapes and dtypes at once, values when asked."""
+"""The invariants of ``PackedWeight``: shapes and dtypes at once, values when asked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SIDE_RULES = {
     "activation_scale": _NOT_NEGATIVE,
 }
 _LARGEST_BYTES = {torch.float8_e4m3fn: 0x7E, torch.float8_e8m0fnu: 0xFE}
-"""What no byte of an ordinary scale exceeds; above stand NaN and, in e4m3, what has a sign: -0 is legal there."""
+"""What no byte of an ordinary scale exceeds; above are NaN and, in e4m3, what has a sign: -0 is legal there."""
 _PIECE = (1 << 15) - 1
 """From 2^15 elements on torch wakes its threads, which can take longer than the look itself. Whole float32 copies left
 16 MB of fragmented heap behind for each layer of 8192 × 8192."""

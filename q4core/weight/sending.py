@@ -1,4 +1,4 @@
-"""``Temporary``: what is pickled for another process and then forgotten by this one.
+"""``Temporary``: a value that is pickled for another process and then dropped by this one.
 
 torch sends a tensor to another process as a handle of its memory, which must live until it arrives. A tensor that is
 made while something is pickled is gone by then: its closed handle is the ``bad value(s) in fds_to_keep`` of a spawned

@@ -1,4 +1,4 @@
-"""Cut a weight along its rows or its in-features, without touching a code, and resolve the scales of some rows."""
+"""Slices of a weight by rows or in-features, without touching a code, and the scales of some rows."""
 
 from __future__ import annotations
 
