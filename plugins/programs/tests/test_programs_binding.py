@@ -278,7 +278,7 @@ def test_what_does_not_fit() -> None:
         (buffers, layers[:1], "layers must be 2 layers"),
         (buffers, layers[::-1], "layer 'proj' must be float32 96×64"),
         (buffers, [narrow, layers[1]], "layer 'narrow' must be float32"),
-        (buffers, [few, layers[1]], "layer 'few' must be served for the rows of the program"),
+        (buffers, [few, layers[1]], "layer 'few' must be prepared for the rows of the program"),
     ]
     for given, own, message in wrong:
         with pytest.raises(q4.InputError, match=message):

@@ -1,4 +1,4 @@
-"""``bind``: choose a backend for a program, prove it, and return what runs."""
+"""``bind``: selection of a backend for a program, its self-probe, and the program that runs."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class BoundProgram:
         self._layers, self._are_current = tuple(layers), watch(layers)
         own = [tensor for layer in layers for tensor in layer.tensors]
         own += [layer.bias for layer in layers if layer.bias is not None]
-        kept = [pair for pair in zip(program.buffers, self.buffers, strict=True) if pair[0].is_bound]
-        self._names, self._given = [item.name for item, _ in kept], [tensor for _, tensor in kept]
+        bound = [pair for pair in zip(program.buffers, self.buffers, strict=True) if pair[0].is_bound]
+        self._names, self._given = [item.name for item, _ in bound], [tensor for _, tensor in bound]
         self._tensors = [*self._given, *own]
         self._places = self._found()
         self._counts: list[tuple[list[int], int]] = []
@@ -171,7 +171,7 @@ def bind(
     handles = [_checked(layer, sizes, device, name) for layer, sizes in zip(layers, program.layers, strict=True)]
     for step in program.steps:
         if step.layer is not None and handles[step.layer].segment_index(step.inputs[0].rows) is None:
-            rule, rows = "served for the rows of the program", step.inputs[0].rows
+            rule, rows = "prepared for the rows of the program", step.inputs[0].rows
             raise InputError(f"program {name!r}", name=f"layer {layers[step.layer].name!r}", rule=rule, value=rows)
     flat = [tensor.detach().view(-1) for tensor in tensors]
     bound = [

@@ -98,7 +98,7 @@ class ProgramBuilder(Operations):
         return own
 
     def keep(self, value: Value) -> Value:
-        """Return a value that the caller reads behind a run: in memory of its own."""
+        """Return a value that the caller reads after a run: in memory of its own."""
         view, tensors = value.view, self._tensors
         whole = value.is_dense and view.rows * view.columns == self._buffers[view.buffer].size
         if view.buffer in tensors or not whole:
@@ -109,7 +109,7 @@ class ProgramBuilder(Operations):
         return value
 
     def tensor(self, value: Value) -> torch.Tensor:
-        """Return the tensor behind a bound value."""
+        """Return the tensor of a bound value."""
         return self._tensors[value.view.buffer]
 
     def bind(self) -> BoundProgram:

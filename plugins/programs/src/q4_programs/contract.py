@@ -1,4 +1,4 @@
-"""The contract of backends that run programs: what ``bind_program`` takes and returns."""
+"""The contract of backends that run programs: arguments and result of ``bind_program``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BoundLayer:
     Args:
         prepared: The weight.
         bias: [N] of float32, or None.
-        segments: Which path serves which number of rows.
+        segments: Paths by number of rows.
         module: The layer itself, a ``Q4Linear``: ``forward(x, out=out)`` and ``rows(index)`` serve the reference, which
             runs layers of every backend.
     """
@@ -67,6 +67,6 @@ class RunsPrograms(Protocol):
             layers: The packed layers, all prepared by this backend (by any, for the reference).
 
         Raises:
-            PrepareError: The backend does not serve such a program.
+            PrepareError: The backend can't run this program.
         """
         ...

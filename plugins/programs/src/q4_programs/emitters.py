@@ -175,15 +175,15 @@ def _cells(module: Any) -> range:
 
 
 def _plain_cell(op: Op) -> Callable[..., list[Value]]:
-    def emit(builder: Operations, given: Value, kept: Value, _now: list[Value], out: Value) -> list[Value]:
-        return [builder.step(op, builder.step(Op.ADD, given, kept), out=out)]
+    def emit(builder: Operations, given: Value, recurrent: Value, _now: list[Value], out: Value) -> list[Value]:
+        return [builder.step(op, builder.step(Op.ADD, given, recurrent), out=out)]
 
     return emit
 
 
-def _lstm_cell(builder: Operations, given: Value, kept: Value, now: list[Value], out: Value) -> list[Value]:
+def _lstm_cell(builder: Operations, given: Value, recurrent: Value, now: list[Value], out: Value) -> list[Value]:
     size = now[0].shape[-1]
-    total = builder.step(Op.ADD, given, kept)
+    total = builder.step(Op.ADD, given, recurrent)
     both = builder.step(Op.SIGMOID, builder.columns(total, 0, 2 * size))
     into, forget = builder.columns(both, 0, size), builder.columns(both, size, size)
     value = builder.step(Op.TANH, builder.columns(total, 2 * size, size))
@@ -192,12 +192,12 @@ def _lstm_cell(builder: Operations, given: Value, kept: Value, now: list[Value],
     return [builder.step(Op.MULTIPLY, let, builder.step(Op.TANH, memory), out=out), memory]
 
 
-def _gru_cell(builder: Operations, given: Value, kept: Value, now: list[Value], out: Value) -> list[Value]:
+def _gru_cell(builder: Operations, given: Value, recurrent: Value, now: list[Value], out: Value) -> list[Value]:
     size = now[0].shape[-1]
-    total = builder.step(Op.ADD, builder.columns(given, 0, 2 * size), builder.columns(kept, 0, 2 * size))
+    total = builder.step(Op.ADD, builder.columns(given, 0, 2 * size), builder.columns(recurrent, 0, 2 * size))
     both = builder.step(Op.SIGMOID, total)
     reset, update = builder.columns(both, 0, size), builder.columns(both, size, size)
-    part = builder.step(Op.MULTIPLY, reset, builder.columns(kept, 2 * size, size))
+    part = builder.step(Op.MULTIPLY, reset, builder.columns(recurrent, 2 * size, size))
     value = builder.step(Op.TANH, builder.step(Op.ADD, builder.columns(given, 2 * size, size), part))
     apart = builder.step(Op.ADD, now[0], builder.step(Op.AFFINE, value, numbers=(-1, 0)))
     return [builder.step(Op.ADD, value, builder.step(Op.MULTIPLY, update, apart), out=out)]

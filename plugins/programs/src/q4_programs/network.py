@@ -30,7 +30,7 @@ def layers_of(model: nn.Module) -> list[Q4Linear]:
 class NetworkProgram:
     """A network that runs by one call where it can, and as modules where it can't; from ``make_program``.
 
-    ``record`` tells who runs it, how often it has, and every reason why not.
+    ``record`` has the backend that runs it, the number of runs, and every reason for running modules instead.
     """
 
     def __init__(self, model: nn.Module, examples: tuple[Any, ...], name: str) -> None:
@@ -75,9 +75,9 @@ class NetworkProgram:
         tensors = [*flat(inputs)]
         if self._bound is None or (reason := self._refusal(tensors)) is not None:
             if self._bound is not None:
-                told = f"modules ran instead: {reason}"
-                if told not in self.record.reasons:
-                    self.record.reasons += (told,)
+                note = f"modules ran instead: {reason}"
+                if note not in self.record.reasons:
+                    self.record.reasons += (note,)
             return self.model(*inputs)
         return self._run(self._bound, tensors)
 
@@ -134,7 +134,7 @@ def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros of a tensor's facts, contiguous whatever its strides."""
+    """Return contiguous zeros of a tensor's shape, dtype and device."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 

@@ -121,12 +121,12 @@ class Operations:
         return Value(view, (*value.shape[:-1], count))
 
     def rows(self, value: Value, start: int, count: int, step: int = 1) -> Value:
-        """Return ``count`` rows of a value, each ``step`` behind the one before: [count, columns]."""
+        """Return ``count`` rows of a value, each ``step`` after the one before: [count, columns]."""
         stride = value.view.columns if value.view.rows == 1 else value.view.stride
         view = View(value.view.buffer, count, value.view.columns, value.view.offset + start * stride, step * stride)
         return Value(view, (count, value.shape[-1]))
 
-    def beside(self, first: Value, second: Value) -> Value | None:
+    def joined_rows(self, first: Value, second: Value) -> Value | None:
         """Return two values of as many columns as one, where the second's rows follow the first's; else None."""
         one, two = first.view, second.view
         if one.buffer != two.buffer or one.end != two.offset or not (first.is_dense and second.is_dense):

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["find_fault"]
 
 _PARAMETERS = frozenset({Op.LINEAR, Op.EMBEDDING, Op.RMS_NORM, Op.LAYER_NORM, Op.ROTARY})
-"""Operations whose float inputs behind the first are a model's own: read, never written."""
+"""Operations whose float inputs after the first are a model's own: read, never written."""
 _ROUNDINGS = 32
-"""Of both results, for an element, beside those of its sum."""
+"""Of both results, for an element, in addition to those of its sum."""
 _UNIT = 2.0**-24
 _LEAST_POSITIONS = 40
 

@@ -1,8 +1,8 @@
 """Programs: a static list of operations over bound buffers, which a backend runs by one call.
 
 An operation reads and writes views of buffers. A buffer is either bound (a parameter, a table, a cache, an input: a
-tensor that the caller keeps and may change between runs) or scratch (made by whoever binds the program, written before
-it is read). Numbers that change from run to run, such as a token or a position, stand in int64 buffers.
+tensor of the caller's, which may change between runs) or scratch (allocated when the program is bound, written before
+it is read). Numbers that change from run to run, such as a token or a position, are in int64 buffers.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Step:
     label: str = ""
 
     def patterns(self) -> Iterator[tuple[View, str]]:
-        """Return each view, inputs first, with the letters of its rows and columns, behind ``i`` where it is int64."""
+        """Return each view, inputs first, with the letters of its rows and columns, after ``i`` where it is int64."""
         inputs, outputs, _ = _SHAPES.get(self.op, _ALIKE)
         names = inputs.split()
         if self.layer is not None:
@@ -258,7 +258,7 @@ class Program:
             names = "NK" if step.op is Op.LINEAR else "VC"
             sizes |= dict(zip(names, self.layers[step.layer], strict=True))
             _require(
-                step.numbers[:1] != (1.0,), what, "numbers", "without a bias beside the packed layer's", step.numbers
+                step.numbers[:1] != (1.0,), what, "numbers", "without a bias besides the packed layer's", step.numbers
             )
         try:
             patterns = tuple(step.patterns())

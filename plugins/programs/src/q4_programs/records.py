@@ -20,7 +20,7 @@ __all__ = ["ProgramRecord", "attach", "refuse"]
 
 @attrs.define(eq=False)
 class ProgramRecord(Record):
-    """What became of a program: who runs it, and why nobody else does.
+    """The state of a program: the backend that runs it, and reasons against others.
 
     Args:
         name: Its name.
@@ -47,7 +47,7 @@ class ProgramRecord(Record):
 
 
 def attach(record: ProgramRecord, layers: Sequence[Q4Linear]) -> ProgramRecord:
-    """Attach a record to layers, and log it; one of the same name on the same backend goes on counting."""
+    """Attach a record to layers, and log it; one of the same name on the same backend continues its count."""
     facts = {"program": record.name, "backend": record.backend, "steps": record.steps}
     emit("q4.program", level=logging.INFO, **facts, reasons=list(record.reasons))
     for layer in layers:

@@ -90,7 +90,7 @@ def _run(limits: Sequence[tuple[torch.Tensor, int, str]], parts: Sequence[Part])
 def _captured(parts: Sequence[Part], written: Sequence[torch.Tensor]) -> Part:
     """Return the parts as one CUDA graph; what they write keeps its values."""
     with torch.inference_mode():
-        kept = [buffer.clone() for buffer in written]
+        saved = [buffer.clone() for buffer in written]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -99,7 +99,7 @@ def _captured(parts: Sequence[Part], written: Sequence[torch.Tensor]) -> Part:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             _run((), parts)
-        for buffer, values in zip(written, kept, strict=True):
+        for buffer, values in zip(written, saved, strict=True):
             buffer.copy_(values)
     return graph.replay
 

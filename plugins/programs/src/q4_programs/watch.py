@@ -1,4 +1,4 @@
-"""``Watch``: notices when a network is no more what it was when its program was made."""
+"""``Watch``: detection of changes to a network since its program was made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Watch:
-    """Notices when a network is no more what it was when its program was made.
+    """Detects changes to a network since its program was made.
 
     Args:
         modules: Those that emitted.

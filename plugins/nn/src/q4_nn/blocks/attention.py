@@ -110,7 +110,7 @@ class MultiHeadAttention(nn.Module):
         num_heads: Query heads.
         num_kv_heads: Key-value heads, a divisor of ``num_heads``. Defaults to as many.
         head_dim: Features of a head; defaults to ``hidden_size / num_heads``.
-        causal: Whether a token sees none behind it.
+        causal: Whether a token sees none after it.
         window: How many tokens it sees, its own among them; None for all.
         bias: Whether queries, keys and values have one.
         out_bias: Whether the last projection has one; defaults to ``bias``.
@@ -175,7 +175,7 @@ class MultiHeadAttention(nn.Module):
         self.layer = layer
 
     def extra_repr(self) -> str:
-        """Return what torch prints beside the parts."""
+        """Return the options that torch prints before the parts."""
         text = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, causal={self.causal}"
         return text if self.window is None else f"{text}, window={self.window}"
 
@@ -190,7 +190,7 @@ class MultiHeadAttention(nn.Module):
         """Return the mixed tokens [B, T, hidden_size].
 
         Args:
-            x: [B, T, hidden_size]; behind ``cache.length`` tokens where a cache is given.
+            x: [B, T, hidden_size]; after ``cache.length`` tokens where a cache is given.
             memory: [B, S, hidden_size]: another sequence to attend to, all of it; None for x itself.
             cache: Keys and values of the tokens before, to which x's are added.
             allowed: bool [B, S]: which tokens of x, or of the memory, are not padding.
@@ -225,7 +225,7 @@ class MultiHeadAttention(nn.Module):
         return y
 
     def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | None = None) -> Value:
-        """Emit one token of one sequence behind those of a cache."""
+        """Emit one token of one sequence, after those of a cache."""
         if cache is None or not self.causal:
             builder.refuse("attention is emitted for one token at a time, over a cache")
         query, key, value = emit_project(self, "qkv_proj", builder, x)
@@ -233,7 +233,7 @@ class MultiHeadAttention(nn.Module):
         query, key, value = map(builder.reshape, (query, key, value), shapes)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = builder.emit(self.q_norm, query), builder.emit(self.k_norm, key)
-        if self.rotary is not None and (both := builder.beside(query, key)) is not None:
+        if self.rotary is not None and (both := builder.joined_rows(query, key)) is not None:
             both = builder.emit(self.rotary, both, cache=cache)
             query, key = builder.rows(both, 0, shapes[0][0]), builder.rows(both, *(count for count, _ in shapes[:2]))
         elif self.rotary is not None:
