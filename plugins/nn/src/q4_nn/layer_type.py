@@ -1,4 +1,4 @@
-"""``LayerType``: a kind of layer by name, with checked options; plugins bring further ones by ``q4_layers``."""
+"""``LayerType``: a kind of layer by name, with checked options; plugins add further ones by ``q4_layers``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class LayerType:
         summary: One line for people.
         examples: Layers by which the type can be certified.
         emit: Emits the operations of a layer, for programs: ``emit(module, builder, *values)``, as ``ProgramBuilder``
-            says; None where its class does, or nobody.
+            says; None where its class does, or nothing.
     """
 
     name: str
@@ -130,18 +130,18 @@ def find_layer_type(name: str) -> LayerType:
     """Return a layer type.
 
     Raises:
-        ConfigError: No plugin brings one of that name.
+        ConfigError: No plugin adds one of that name.
     """
     known = layer_types()
     if name not in known:
         close = closest_name(str(name), known)
         hint = f"Did you mean {close!r}?" if close else f"There are {', '.join(known)}."
-        raise ConfigError("layer", name="type", rule="one that a plugin brings", value=name, hint=hint)
+        raise ConfigError("layer", name="type", rule="one that a plugin adds", value=name, hint=hint)
     found: LayerType = known[name]
     return found
 
 
-def make(type: str, /, **options: Any) -> nn.Module:  # noqa: A002  # the word of descriptions
+def make(type: str, /, **options: Any) -> nn.Module:  # noqa: A002  # the key in descriptions
     """Return a layer by the name of its type: ``make("linear", in_features=64, out_features=8, format="q4_0")``.
 
     Args:

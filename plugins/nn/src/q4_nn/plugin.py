@@ -15,6 +15,6 @@ __all__ = ["q4_layers"]
 @hookimpl
 def q4_layers() -> list[LayerType]:
     """Return the layer types that come with q4-nn."""
-    from q4_nn.registry.builtin import LAYER_TYPES  # noqa: PLC0415  # not before somebody asks
+    from q4_nn.registry.builtin import LAYER_TYPES  # noqa: PLC0415  # not before it is needed
 
     return [*LAYER_TYPES]

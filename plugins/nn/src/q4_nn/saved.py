@@ -42,9 +42,9 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     ``q4_lm.save_model`` writes decoders and encoders, too.
 
     Args:
-        model: One that ``describe`` tells (one layer becomes a model of one). Float layers keep their dtype, packed
+        model: One that ``describe`` accepts (one layer becomes a model of one). Float layers keep their dtype, packed
             ones their bytes: codes, scales and layout.
-        folder: Where; files of an older model there give way.
+        folder: Where; files of an older model there are replaced.
 
     Returns:
         The safetensors file.
@@ -75,7 +75,7 @@ def load_model(folder: str | os.PathLike[str], session: q4.Session | None = None
         CheckpointError: A file is missing or malformed, the folder holds no model of ours, or tensors are missing, not
             expected, or of another shape; it names them.
         ConfigError: The description is not legal.
-        BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve a layer.
+        BackendUnavailableError, PolicyConflictError, UnknownBackendError: No backend can run a layer.
     """
     where, facts = str(folder), read_object(Path(folder) / "config.json", "config.json")
     if facts.get("model_type") != KIND or "description" not in facts:
@@ -106,7 +106,7 @@ def write_folder(model: nn.Module, empty: nn.Module, facts: Mapping[str, Any], f
     for name, module in model.named_modules():
         is_trained = isinstance(module, (STELinear, STEConv2d, STERecurrent))
         if is_trained and getattr(empty.get_submodule(name), "format", None) != module.format:
-            hint = "pack_ the model first; Trainer(checkpoint=...) keeps what goes on training."
+            hint = "pack_ the model first; Trainer(checkpoint=...) stores a model that is still training."
             raise q4.InputError("save_model", name=f"layer {name!r}", rule="packed", value=module.format, hint=hint)
     dense: dict[str, torch.Tensor] = {}
     for name, value in values.items():
@@ -130,7 +130,7 @@ def read_folder(folder: str | os.PathLike[str], model: nn.Module, session: q4.Se
 
     Raises:
         CheckpointError: Tensors are missing, not expected, of another shape, or damaged.
-        BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve a layer.
+        BackendUnavailableError, PolicyConflictError, UnknownBackendError: No backend can run a layer.
     """
     with q4.open(folder) as checkpoint:
         values = _stored(checkpoint.dense, str(folder))
@@ -153,7 +153,7 @@ def read_folder(folder: str | os.PathLike[str], model: nn.Module, session: q4.Se
 
 
 def empty_model(facts: Mapping[str, Any], where: str) -> nn.Module:
-    """Return the model that a description tells, before its values and before packing."""
+    """Return the model of a description, before its values are loaded and before packing."""
     given = facts.get("description")
     if not isinstance(given, dict) or not all(isinstance(layer, dict) for layer in given.get("layers", [None])):
         raise q4.CheckpointError("model folder", name="description", rule="a model's", value=given, where=where)

@@ -1,4 +1,4 @@
-"""The key-value cache: static tensors, written in place, never joined; a sliding window keeps what is still seen."""
+"""The key-value cache: static tensors, written in place, never joined; sliding windows keep what is still seen."""
 
 from __future__ import annotations
 
@@ -68,32 +68,32 @@ class _Window:
         """Return [2, B, heads, S, head_dim]: what the new positions [2, B, heads, T, head_dim] see, and they."""
         count = new.shape[3]
         held = length - self.first
-        kept = min(held, self.window - 1)
+        retained = min(held, self.window - 1)
         if held + count > self.room:
-            seen = torch.cat((self.entries[..., held - kept : held, :], new), 3)
-            if kept + count > self.room:  # a long prompt: kept once every layer has written
-                self._tail = seen[..., max(0, kept + count - self.window + 1) :, :]
+            seen = torch.cat((self.entries[..., held - retained : held, :], new), 3)
+            if retained + count > self.room:  # a long prompt: stored once every layer has written
+                self._tail = seen[..., max(0, retained + count - self.window + 1) :, :]
                 return seen
-            self.entries[..., :kept, :] = seen[..., :kept, :]
-            self.first, held = length - kept, kept
+            self.entries[..., :retained, :] = seen[..., :retained, :]
+            self.first, held = length - retained, retained
         self.entries[..., held : held + count, :] = new
-        return self.entries[..., held - kept : held + count, :]
+        return self.entries[..., held - retained : held + count, :]
 
     def place(self, length: int) -> int:
         """Return where the next position goes; what it does not see is dropped first where there is no room."""
         held = length - self.first
         if held == self.room:
-            kept = min(held, self.window - 1)
-            self.entries[..., :kept, :] = self.entries[..., held - kept :, :].clone()
-            self.first, held = length - kept, kept
+            retained = min(held, self.window - 1)
+            self.entries[..., :retained, :] = self.entries[..., held - retained :, :].clone()
+            self.first, held = length - retained, retained
         return held
 
     def advance(self, length: int) -> None:
         """Keep what the next position sees, where a prompt did not fit."""
         if self._tail is not None:
-            kept = self._tail.shape[3]
-            self.entries[..., :kept, :] = self._tail
-            self.first, self._tail = length - kept, None
+            retained = self._tail.shape[3]
+            self.entries[..., :retained, :] = self._tail
+            self.first, self._tail = length - retained, None
 
     def clear(self) -> None:
         self.first, self._tail = 0, None
@@ -148,7 +148,7 @@ class KVCache:
         self._rows = {layer: self._entries[:, row] for row, layer in enumerate(self._full)}
         self.keys, self.values = self._entries[0], self._entries[1]
         self.program: Any = None
-        """What decodes over this cache by one call, once somebody has made it."""
+        """The program that decodes over this cache by one call, once it is made."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied and pickled. A view is not: pickle would give it memory of its own."""
@@ -185,7 +185,7 @@ class KVCache:
             )
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new positions of a layer behind ``length`` and return everything that they may see, in order.
+        """Write new positions of a layer after ``length`` and return everything that they may see, in order.
 
         Args:
             layer: The layer's index.
@@ -236,7 +236,7 @@ class KVCache:
             window.advance(self.length)
 
     def clear(self) -> None:
-        """Forget everything; the memory is kept."""
+        """Drop all positions, without releasing the memory."""
         self.length = 0
         for window in self._windows.values():
             window.clear()

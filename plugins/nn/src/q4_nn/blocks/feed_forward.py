@@ -79,7 +79,7 @@ class FeedForward(nn.Module):
         self.dropout = dropout
 
     def extra_repr(self) -> str:
-        """Return what torch prints beside the parts."""
+        """Return the options that torch prints before the parts."""
         return f"activation={self.activation}, gated={self.gated}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ class Q4Conv2d(nn.Module):
 
     Args:
         layer: ``Q4Linear``: out_channels × (in_channels · height · width, filled up to whole blocks).
-        like: The layer of torch's that it computes as, padded with zeros; its sizes are taken, not its parameters.
+        like: The layer of torch's that it computes as, padded with zeros; its sizes are used, not its parameters.
     """
 
     def __init__(self, layer: nn.Module, like: nn.Conv2d) -> None:
@@ -105,7 +105,7 @@ class Q4Conv2d(nn.Module):
         self.padding: Any = like.padding  # numbers: STEConv2d takes no words
 
     def extra_repr(self) -> str:
-        """Return what torch prints beside the layer."""
+        """Return the options that torch prints before the layer."""
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Q4Recurrent(nn.Module):
 
     Args:
         cells: For each layer and direction, in torch's order, the 4-bit layers of x and of the state, with biases.
-        like: The layer of torch's that it computes as; its sizes and options are taken, not its parameters.
+        like: The layer of torch's that it computes as; its sizes and options are used, not its parameters.
     """
 
     def __init__(self, cells: Sequence[tuple[nn.Module, nn.Module]], like: nn.RNNBase) -> None:
@@ -160,7 +160,7 @@ class Q4Recurrent(nn.Module):
         return [f"_l{level}{side}" for level in range(self.num_layers) for side in sides]
 
     def extra_repr(self) -> str:
-        """Return what torch prints beside the layers."""
+        """Return the options that torch prints before the layers."""
         return f"{self.mode}, hidden_size={self.hidden_size}, num_layers={self.num_layers}"
 
     def forward(self, x: torch.Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
@@ -281,16 +281,16 @@ class Q4Recurrent(nn.Module):
         return torch.cat(ys[::-1] if backwards else ys), torch.stack(now)
 
     def _step(self, cell: int, given: torch.Tensor, hidden: torch.Tensor, *memory: torch.Tensor) -> tuple[Any, ...]:
-        """Return the state behind one position, whose x met its weights already."""
-        kept: Any = self.states[cell](_filled(hidden, self.states[cell]))
+        """Return the state after one position; ``given`` is the product of its x and the input weights."""
+        recurrent: Any = self.states[cell](_filled(hidden, self.states[cell]))
         if self.mode == "LSTM":
-            into, forget, value, out = (given + kept).chunk(4, -1)
+            into, forget, value, out = (given + recurrent).chunk(4, -1)
             cells = forget.sigmoid() * memory[0] + into.sigmoid() * value.tanh()
             return out.sigmoid() * cells.tanh(), cells
         if self.mode == "GRU":
-            (reset, update, value), kept = given.chunk(3, -1), kept.chunk(3, -1)
-            reset, update = (reset + kept[0]).sigmoid(), (update + kept[1]).sigmoid()
-            value = (value + reset * kept[2]).tanh()
+            (reset, update, value), recurrent = given.chunk(3, -1), recurrent.chunk(3, -1)
+            reset, update = (reset + recurrent[0]).sigmoid(), (update + recurrent[1]).sigmoid()
+            value = (value + reset * recurrent[2]).tanh()
             return (value + update * (hidden - value),)
-        total = given + kept
+        total = given + recurrent
         return (total.tanh() if self.mode == "RNN_TANH" else total.relu(),)

@@ -2,7 +2,7 @@
 
 Half-split files (Hugging Face) turn feature i with feature i + d/2. Llama-family GGUF files hold q and k rows that are
 permuted so that the two members of a pair are neighbours. Both give the same attention scores, so the rows of either
-file are used as they stand.
+file are used unchanged.
 
 Reference:
     Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding. Peng et al., YaRN: Efficient Context
@@ -105,9 +105,9 @@ class RopeScaling:
 
     def to_hf(self) -> dict[str, Any]:
         """Return the entry that ``from_hf`` reads."""
-        told, plain = attrs.asdict(self), attrs.asdict(RopeScaling())
-        changed = {name for name, item in told.items() if item != plain[name]} - {"kind", "original_context"}
-        found = {"rope_type": self.kind, **{name: told[name] for name in sorted({*changed, *_NEEDS[self.kind]})}}
+        values, plain = attrs.asdict(self), attrs.asdict(RopeScaling())
+        changed = {name for name, item in values.items() if item != plain[name]} - {"kind", "original_context"}
+        found = {"rope_type": self.kind, **{name: values[name] for name in sorted({*changed, *_NEEDS[self.kind]})}}
         if self.original_context:
             found["original_max_position_embeddings"] = self.original_context
         return {name: list(item) if isinstance(item, tuple) else item for name, item in found.items()}
@@ -172,8 +172,8 @@ class RopeScaling:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         ramp = torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low
-        kept = 1 - (ramp / (high - low or 0.001)).clamp(0, 1)
-        return 1.0 / (self.factor * powers) * (1 - kept) + frequency * kept
+        share = 1 - (ramp / (high - low or 0.001)).clamp(0, 1)
+        return 1.0 / (self.factor * powers) * (1 - share) + frequency * share
 
 
 class RotaryEmbedding(nn.Module):
@@ -216,7 +216,7 @@ class RotaryEmbedding(nn.Module):
         return found if self.factors is None else found / self.factors.to("cpu", torch.float32)
 
     def table(self, length: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return cosine + i sine of at least ``length`` positions: complex [≥ length, dim/2], kept for the next call.
+        """Return cosine + i sine of at least ``length`` positions: complex [≥ length, dim/2], cached for the next call.
 
         Args:
             length: Positions of the whole sequence.
@@ -265,7 +265,7 @@ class RotaryEmbedding(nn.Module):
             angles = self.table(int(place.max()) + 1, x.device, dtype)[place][:, :, None, :]
         else:
             angles = self.table(start + count, x.device, dtype)[start : start + count, None, :]
-        turned, kept = x[..., : self.dim].to(dtype), x[..., self.dim :]
+        turned, rest = x[..., : self.dim].to(dtype), x[..., self.dim :]
         if self.interleaved:
             # A pair is one complex number, and turning it is one multiplication.
             turned = torch.view_as_real(torch.view_as_complex(turned.unflatten(-1, (-1, 2))) * angles).flatten(-2)
@@ -274,4 +274,4 @@ class RotaryEmbedding(nn.Module):
             cos, sin = angles.real, angles.imag
             turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
         turned = turned.to(x.dtype)
-        return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

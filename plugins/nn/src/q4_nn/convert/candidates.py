@@ -1,4 +1,4 @@
-"""The layers of a model that a conversion may replace, and why one is left as it is."""
+"""The layers of a model that a conversion may replace, and the reasons why one is left as it is."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def skipped_by_caller(
 
 
 def _check_patterns(what: str, patterns: Sequence[str], names: Sequence[str], model: nn.Module) -> None:
-    """Refuse a pattern that matches nothing: where it is a typo, what it was meant for would be converted."""
+    """Refuse a pattern that matches nothing: where it is a typo, the intended layer would be converted."""
     holders = {name[:cut] for name in names for cut in range(len(name)) if name[cut] == "."}
     named = model.named_modules(remove_duplicate=False)
     others = [name for name, _ in named if name and name not in holders]
@@ -121,7 +121,7 @@ def reasons_against(candidate: Candidate, shared: Mapping[int, list[str]] | None
     Args:
         candidate: The layer.
         shared: Identity of each parameter that several modules have → their names for it. None where the new layer
-            keeps the parameters, with their hooks and whoever shares them.
+            has the same parameters, with their hooks and the modules that share them.
     """
     if candidate.inside is not None:
         yield f"it is a part of {candidate.inside}, which may use it in its own way"
@@ -140,7 +140,7 @@ def reasons_against(candidate: Candidate, shared: Mapping[int, list[str]] | None
 
 
 def additions(layer: nn.Module, kind: type[nn.Module], parts: Sequence[str] = ("weight", "bias")) -> Iterator[str]:
-    """Yield what a layer has beside what its class and the parts of it have, all of which a new layer would lose."""
+    """Yield what a layer has in addition to its class and its parts; a new layer would lose all of it."""
     if parametrize.is_parametrized(layer):
         names = ", ".join(layer.parametrizations)  # type: ignore[arg-type]  # a ModuleDict there
         yield f"its {names} is parametrized, which would be lost; remove the parametrization first"
@@ -151,7 +151,7 @@ def additions(layer: nn.Module, kind: type[nn.Module], parts: Sequence[str] = ("
     entries = (*layer._parameters, *layer._buffers, *layer._modules)  # noqa: SLF001  # all that a module registers
     extra = [name for name in entries if name not in {*parts, *getattr(layer, "_flat_weights_names", ())}]
     if extra:
-        yield f"it has {', '.join(extra)} beside {' and '.join(parts)}, which would be lost"
+        yield f"it has {', '.join(extra)} in addition to {' and '.join(parts)}, which would be lost"
     if "forward" in vars(layer):
         yield "its forward was replaced on the layer itself, which would be lost"
     registered = [name for name, item in vars(layer).items() if name.endswith("_hooks") and item]  # torch's dicts
@@ -164,7 +164,7 @@ def _hook_reason(hooks: Sequence[str]) -> str:
 
 
 def replace_layers_(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
-    """Put new layers in the place of old ones, wherever a model has these."""
+    """Replace old layers by new ones, under every name that a model has for them."""
     for parent in [*model.modules()]:
         for name, child in [*parent._modules.items()]:  # noqa: SLF001  # named_children() leaves out the second name of one
             if child is not None and child in made:

@@ -91,7 +91,7 @@ class Locals:
         *,
         is_sure: bool = True,
     ) -> None:
-        """Let a local name stand for modules and texts; under a condition for what it stood for before, too."""
+        """Bind a local name to modules and texts; under a condition its earlier values stay possible, too."""
         if isinstance(target, ast.Name):
             earlier = () if is_sure else self.names.get(target.id, ())
             self.names[target.id] = tuple(dict.fromkeys((*earlier, *paths)))

@@ -1,4 +1,4 @@
-"""The methods of a module class that a forward pass reaches, with what they read of the weights of its children.
+"""The methods of a module class that a forward pass reaches, with the weights of its children that they read.
 
 A method of a base class counts where no class nearer overrides it, or where ``super()`` calls it.
 """

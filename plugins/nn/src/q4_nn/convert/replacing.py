@@ -1,4 +1,4 @@
-"""``convert_linears_``: all layers are packed before the first is replaced."""
+"""``convert_linears_``: packing of all layers, then their replacement."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["convert_linears_"]
 
 
-def convert_linears_(  # noqa: PLR0913  # one argument per wish
+def convert_linears_(  # noqa: PLR0913  # one argument per option
     model: nn.Module,
     *,
     format: str | Format,  # noqa: A002  # the contract's name
@@ -53,8 +53,8 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
 
     A layer stays as it is, with the reason in the table, where more would be lost than its weight is rounded: a weight
     that another module shares (a tied head), hooks, parametrizations, subclasses of ``nn.Linear`` and what is inside
-    them. So does a layer whose shape the format or the backends can't take. After an error, whatever raised it, the
-    model is as it was: the old weights stay until all new ones are there, so that both take memory for a while.
+    them. So does a layer whose shape the format or the backends don't support. After any error the model is as it was:
+    the old weights stay until all new ones are made, so that both take memory for a while.
 
     Args:
         model: Any module but an ``nn.Linear`` itself, which can't replace itself.
@@ -75,7 +75,7 @@ def convert_linears_(  # noqa: PLR0913  # one argument per wish
         LifecycleError: The session is closed.
         UnknownBackendError, PolicyConflictError: The session asks for a backend that is not there, or that its policy
             rules out for every layer.
-        Q4Error: With ``strict``, whatever made a layer impossible to convert.
+        Q4Error: With ``strict``, the first error that prevents the conversion of a layer.
     """
     if isinstance(model, nn.Linear) or not isinstance(model, nn.Module):
         raise InputError(
@@ -137,7 +137,7 @@ def _check_call(
 
     Raises:
         LifecycleError, FormatError, ConfigError, UnknownBackendError, PolicyConflictError: One of session, format and
-            block size, or the session's wishes.
+            block size, or the session's options.
     """
     owner.__enter__()  # only looks whether the session is open
     kind = named_format(format)
@@ -153,7 +153,7 @@ def _check_call(
         except PolicyConflictError as error:
             conflict = error
         except BackendUnavailableError:
-            return  # the layer's own fault, as far as can be told: it stands in the table
+            return  # so far as known this concerns one layer alone: the table reports it
         else:
             return
     if conflict is not None:

@@ -1,4 +1,4 @@
-"""The source of one function: the weights that it reads of the modules it is given, and what it calls of them.
+"""The source of one function: the weights that it reads of the modules it is given, and the calls of them.
 
 Each file is parsed once in a process.
 """
@@ -35,7 +35,7 @@ Condition = tuple[ast.expr, bool]
 
 @attrs.frozen
 class Found:
-    """A read in the source: the path of the layer, and the conditions on the way, each to be true or false."""
+    """A read in the source: the path of the layer, and the conditions on its path, each to be true or false."""
 
     path: Path
     is_change: bool
@@ -53,7 +53,7 @@ class Call:
         name: What is called.
         given: Paths of each argument by position.
         named: Paths of each argument by name.
-        conditions: Those on the way.
+        conditions: Those on its path.
     """
 
     receiver: str

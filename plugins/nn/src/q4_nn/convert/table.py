@@ -30,7 +30,7 @@ class Conversion:
         bytes_after: Bytes of the weight now; ``bytes_before`` unless it was packed.
         relative_error: Frobenius norm of the quantisation error over that of the weight; None unless
             ``convert_linears_`` made it.
-        backend: Who serves it; None unless ``convert_linears_`` made it.
+        backend: The backend that runs it; None unless ``convert_linears_`` made it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Builders of usual networks: sizes in, a model out, float or training in four bits."""
+"""Builders of usual networks from their sizes, float or training in four bits."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def build_mlp(
     Args:
         sizes: Features from the input's to the output's, at least two.
         activation: Name of a layer type.
-        dropout: Share that training drops behind each activation.
+        dropout: Share that training drops after each activation.
         format: What its linear layers train in; None for float.
         rule: As ``initialise_`` takes it.
 
     Returns:
-        A model that ``describe`` tells: [..., sizes[0]] → [..., sizes[-1]].
+        A model that ``describe`` accepts: [..., sizes[0]] → [..., sizes[-1]].
 
     Raises:
         ConfigError: A size, name or share is not legal.
@@ -80,14 +80,14 @@ def build_cnn(  # noqa: PLR0913  # one argument per option
         channels: Of each convolution's result.
         classes: How many there are.
         kernel_size: Odd; images keep their size.
-        pool: Side of the windows whose greatest value is kept; 1 for no pool.
+        pool: Side of the windows of the max-pool; 1 for no pool.
         batch_norm: Whether a batch norm follows each convolution.
         activation: Name of a layer type.
         format: What its convolutions and its linear layer train in; None for float.
         rule: As ``initialise_`` takes it.
 
     Returns:
-        A model that ``describe`` tells: [B, *image] → [B, classes].
+        A model that ``describe`` accepts: [B, *image] → [B, classes].
 
     Raises:
         ConfigError: A size or name is not legal, or the image is too small for so many pools.
@@ -145,7 +145,7 @@ def build_rnn(  # noqa: PLR0913  # one argument per option
         rule: As ``initialise_`` takes it.
 
     Returns:
-        A model that ``describe`` tells: int64 [B, T] → [B, T, outputs], or [B, outputs].
+        A model that ``describe`` accepts: int64 [B, T] → [B, T, outputs], or [B, outputs].
 
     Raises:
         ConfigError: A size or name is not legal.

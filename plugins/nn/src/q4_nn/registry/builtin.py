@@ -1,4 +1,4 @@
-"""The layer types that q4-nn brings: torch's own classes by name, and the four-bit ones."""
+"""The layer types of q4-nn: torch's own classes by name, and the four-bit ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Select(nn.Module):
         return found[:, -1] if self.last else found
 
     def emit_program(self, builder: ProgramBuilder, x: Any) -> Value:
-        """Emit nothing, and return rows of what is there."""
+        """Emit no step; return rows of the stored weight."""
         found: Value = x[self.index] if isinstance(x, (tuple, list)) else x
         if not self.last:
             return found

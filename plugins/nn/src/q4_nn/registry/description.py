@@ -21,7 +21,7 @@ _WHAT = "model description"
 
 
 def build(description: Mapping[str, Any]) -> nn.Sequential:
-    """Build a model of layers one behind the other.
+    """Build a model of layers in sequence.
 
     Args:
         description: ``layers``: a list of dicts, each with ``type`` and that type's options. ``input``: sizes of one
@@ -62,16 +62,16 @@ def describe(model: nn.Module) -> dict[str, Any]:
         ConfigError: A layer of it was made otherwise.
     """
     layers = [*model.children()] if isinstance(model, nn.Sequential) else [model]
-    told = []
+    described = []
     for number, layer in enumerate(layers):
         options = options_of(layer)
         if options is None:
             hint = "Make it with q4_nn.make, or give it a layer type by the hook q4_layers."
             rule = "made by q4_nn.make"
             raise ConfigError(_WHAT, name=f"layer {number}", rule=rule, value=type(layer).__name__, hint=hint)
-        told.append({name: list(item) if isinstance(item, tuple) else item for name, item in options.items()})
+        described.append({name: list(item) if isinstance(item, tuple) else item for name, item in options.items()})
     given = vars(model).get("_q4_input")
-    return {"layers": told} if given is None else {"input": list(given), "layers": told}
+    return {"layers": described} if given is None else {"input": list(given), "layers": described}
 
 
 def _sizes(value: Any) -> Shape:
@@ -84,17 +84,17 @@ def _check(model: nn.Sequential, shape: Shape) -> None:
     """Refuse sizes that don't chain, and a layer whose result is not what its type says."""
     was_training = model.training
     model.eval()
-    told = [options_of(layer) or {} for layer in model]
+    layer_options = [options_of(layer) or {} for layer in model]
     x: Any = None
     before = "the input"
-    for number, (layer, options) in enumerate(zip(model, told, strict=True)):
+    for number, (layer, options) in enumerate(zip(model, layer_options, strict=True)):
         kind = find_layer_type(options.pop("type"))
         what = f"{_WHAT}: layer {number} ({kind.name!r})"
         taken = shape
         try:
             shape = tuple(kind.shape(taken, **options))
         except (ValueError, TypeError, IndexError) as error:
-            raise ConfigError(what, name="input", rule=str(error), value=f"{_told(taken)} from {before}") from error
+            raise ConfigError(what, name="input", rule=str(error), value=f"{_text_of(taken)} from {before}") from error
         if x is None:
             sizes = (1, *(3 if size is None else size for size in taken))
             x = torch.zeros(sizes, dtype=torch.int64 if kind.name == "embedding" else torch.get_default_dtype())
@@ -103,11 +103,11 @@ def _check(model: nn.Sequential, shape: Shape) -> None:
                 x = layer(x)
         except Exception as error:
             value = f"{type(error).__name__}: {error}"
-            raise ConfigError(what, name="layer", rule=f"one that takes {_told(taken)}", value=value) from error
+            raise ConfigError(what, name="layer", rule=f"one that takes {_text_of(taken)}", value=value) from error
         found = tuple(x.shape[1:]) if isinstance(x, torch.Tensor) else None
         if found is not None and not _alike(found, shape):
-            hint = "Its layer type says otherwise: mend the type's shape, or the layer."
-            raise ConfigError(what, name="result", rule=f"of shape {_told(shape)}", value=list(found), hint=hint)
+            hint = "Its layer type says otherwise: fix the type's shape, or the layer."
+            raise ConfigError(what, name="result", rule=f"of shape {_text_of(shape)}", value=list(found), hint=hint)
         before = f"layer {number} ({kind.name!r})"
     model.train(was_training)
 
@@ -116,5 +116,5 @@ def _alike(found: Shape, wanted: Shape) -> bool:
     return len(found) == len(wanted) and all(b is None or a == b for a, b in zip(found, wanted, strict=True))
 
 
-def _told(shape: Shape) -> str:
+def _text_of(shape: Shape) -> str:
     return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"

@@ -1,4 +1,4 @@
-"""Random weights to begin with, the same rule for every network."""
+"""Initial random weights, by the same rule for every network."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A thin training loop, checkpoints that resume exactly, and what each layer costs."""
+"""A thin training loop, checkpoints that resume exactly, and the cost of each layer."""

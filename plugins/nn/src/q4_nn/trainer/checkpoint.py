@@ -47,7 +47,7 @@ def take_random(loader: Any) -> dict[str, Any]:
 
 
 def restore_random(states: Mapping[str, Any], loader: Any) -> None:
-    """Let every generator go on from where it stood."""
+    """Restore the state of every generator."""
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
@@ -206,7 +206,7 @@ def _require_generators(path: Path, states: Mapping[str, Any], loader: Any) -> N
         raise _refusal(path, "loader", f"{rule} among the generators of its own", value)
     gpus = len(states.get("cuda", ()))
     if torch.cuda.is_available() and gpus > torch.cuda.device_count():
-        hint = "Make that many visible (CUDA_VISIBLE_DEVICES)."
+        hint = "Make as many visible (CUDA_VISIBLE_DEVICES)."
         raise _refusal(path, "GPUs", f"{gpus} at least, whose random states it has", torch.cuda.device_count(), hint)
 
 

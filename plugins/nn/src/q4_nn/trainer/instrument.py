@@ -1,4 +1,4 @@
-"""``instrument``: what each layer of a model costs, as a table."""
+"""``instrument``: the cost of each layer of a model, as a table."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _watch_forward(cost: LayerCost, module: nn.Module) -> list[Any]:
 
 
 def _watch_backward(cost: LayerCost, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """Count gradients by hooks of tensors: those of modules don't bear what is written in place."""
+    """Count gradients by hooks of tensors: hooks of modules fail where a result is written in place."""
     starts: list[float] = []
 
     def begin(_: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""``Trainer``: the loop that everyone writes, over torch's own modules, optimizers and data loaders."""
+"""``Trainer``: the usual training loop, over torch's own modules, optimizers and data loaders."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrainingError(Q4Error, ArithmeticError):
 class Trainer:
     """Trains a module: forward, loss, backward, update.
 
-    A batch is a tuple whose last item is the target and whose others the model takes; or whatever ``step`` takes.
+    A batch is a tuple: the model's arguments, then the target. With ``step`` it is any object that ``step`` takes.
 
     Args:
         model: The module; for several processes wrapped in ``DistributedDataParallel`` or shared out by
@@ -56,7 +56,7 @@ class Trainer:
         loss: Takes the model's result and the target, and returns the mean loss of a batch.
         max_grad_norm: Longer gradients are scaled to this length; None for no limit.
         accumulate: Batches for each update.
-        scheduler: A scheduler of torch's; moves on behind each update, ``ReduceLROnPlateau`` behind each epoch by its
+        scheduler: A scheduler of torch's; steps after each update, ``ReduceLROnPlateau`` after each epoch by its
             mean loss.
         callbacks: Objects with ``on_step(state)`` or ``on_epoch(state)``, or both. With ``state_dict()`` and
             ``load_state_dict(state)``, too, their state is a part of checkpoints.
@@ -67,7 +67,7 @@ class Trainer:
 
     Raises:
         InputError: Neither or both of ``loss`` and ``step`` are given, a number is not positive, or the scheduler does
-            not move on without arguments.
+            not step without arguments.
     """
 
     model: nn.Module
@@ -82,7 +82,7 @@ class Trainer:
     every: int = attrs.field(default=0, kw_only=True)
     show: bool | None = attrs.field(default=None, kw_only=True)
     state: State = attrs.field(factory=State, init=False)
-    """Where the training stands."""
+    """The progress of the training."""
     _epoch_random: dict[str, Any] = attrs.field(factory=dict, init=False)
     _buffers: Any = attrs.field(factory=list, init=False)
 
@@ -122,12 +122,12 @@ class Trainer:
         Args:
             loader: Gives the batches of an epoch, each time that it is iterated over.
             epochs: How many in all.
-            resume: Whether to go on from the checkpoint where there is one. The weights become what they would have
+            resume: Whether to resume from the checkpoint where there is one. The weights become what they would have
                 been without the interruption, bit for bit, where the loader draws from torch's, numpy's or Python's
                 generators, or from its own ``generator``.
 
         Returns:
-            Where the training stands.
+            The state at the end.
 
         Raises:
             InputError: The loader is empty, or gives fewer batches than before; or ``epochs`` is not positive.
@@ -138,7 +138,7 @@ class Trainer:
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
             raise InputError("Trainer", name="epochs", rule="a positive whole number", value=epochs)
         if resume and self._processes > 1:
-            torch.distributed.barrier()  # behind what the first one may still be writing
+            torch.distributed.barrier()  # the first one may still be writing
         skip = self._resume(loader) if resume and self.checkpoint is not None and self.checkpoint.is_file() else None
         with Progress(show=self.show if self.is_first else False) as progress:
             while self.state.epoch < epochs and self.state.stopped is None:
@@ -147,7 +147,7 @@ class Trainer:
         return self.state
 
     def _resume(self, loader: Any) -> dict[str, Any] | None:
-        """Take everything from the checkpoint; return the generators' states behind the last batch of its epoch."""
+        """Take everything from the checkpoint; return the generators' states after the last batch of its epoch."""
         found = load_states(self.checkpoint, self._parts(), loader)  # type: ignore[arg-type]  # fit looked
         self.state = State(**found["state"])
         self._epoch_random = found["epoch_random"]

@@ -15,7 +15,7 @@ __all__ = ["EarlyStop", "State"]
 
 @attrs.define
 class State:
-    """Where a training stands; callbacks read it and may stop it.
+    """The progress of a training; callbacks read it and may stop the training.
 
     Args:
         epoch: Passes over the data that are finished.
@@ -34,7 +34,7 @@ class State:
     stopped: str | None = None
 
     def stop(self, reason: str) -> None:
-        """End the training behind this step."""
+        """End the training after this step."""
         self.stopped = reason
 
 

@@ -1,7 +1,7 @@
 """Straight-through-estimator training: full-precision masters, four-bit forward passes.
 
 Forward equals the quantised weight exactly; the gradient of the master weight is the identity's, the input's is exact.
-``docs/training.md`` states what a training loop owns and what is kept alive.
+``docs/training.md`` states what a training loop owns and which tensors stay alive.
 
 Reference:
     Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (straight-through estimator).

@@ -1,4 +1,4 @@
-"""Layers that train with four-bit weights: each forward pass sees the quantised weight, each gradient its master.
+"""Layers that train with four-bit weights: quantised weights in forward passes, masters for gradients.
 
 A matrix whose in-features are no whole number of blocks is filled up with zeros, which change no result.
 """
@@ -149,7 +149,7 @@ class STERecurrent(nn.Module):
         self.format = named_format(format).name
 
     def extra_repr(self) -> str:
-        """Return what torch prints beside the inner layer."""
+        """Return the options that torch prints before the inner layer."""
         return f"format={self.format}"
 
     def forward(self, x: torch.Tensor, hx: Any = None) -> tuple[torch.Tensor, Any]:
@@ -170,7 +170,7 @@ def to_ste_(
 ) -> ConversionTable:
     """Let the linear, convolution and recurrent layers of a model train with four-bit weights, in place.
 
-    The layers keep their parameters, so that an optimizer that was made before goes on, and shared weights stay shared.
+    The layers keep their parameters, so that an existing optimizer stays valid, and shared weights stay shared.
     A layer stays as it is, with the reason in the table, where more would be lost: hooks, a forward of its own,
     parametrizations, weight norms, pruning, what a subclass adds. So does one that has no four-bit form. After an
     error the model is as it was.

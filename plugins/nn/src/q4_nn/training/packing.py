@@ -1,4 +1,4 @@
-"""``pack_``: a trained model's four-bit layers become packed ones, with exactly the numbers that training saw."""
+"""``pack_``: packing of a trained model's four-bit layers, with exactly the numbers that training saw."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pack_(model: nn.Module, session: Session | None = None) -> ConversionTable:
     Raises:
         InputError: ``model`` is no module, or such a layer itself, which can't replace itself; or a master holds NaN or
             infinity.
-        BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve a layer.
+        BackendUnavailableError, PolicyConflictError, UnknownBackendError: No backend can run a layer.
     """
     if isinstance(model, (*_KINDS, *DENSE_KINDS)) or not isinstance(model, nn.Module):
         rule = "a module that contains STELinear, STEConv2d or STERecurrent layers"
@@ -93,7 +93,7 @@ def _packed(name: str, module: Any) -> dict[str, PackedWeight]:
 
 
 def _at(model: nn.Module, name: str) -> nn.Module | None:
-    """Return what has taken the place of a layer; None where it was joined with others."""
+    """Return the replacement of a layer; None where it was joined with others."""
     parent, _, attribute = name.rpartition(".")
     found: nn.Module | None = getattr(model.get_submodule(parent), attribute)
     return found

@@ -1,4 +1,4 @@
-"""The straight-through estimator: forward by the quantised weight, backward past it; and the weights kept for eval."""
+"""The straight-through estimator: forward by the quantised weight, backward past it; and the eval cache."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _cache: dict[tuple[int, Format], _Cached] = {}
 
 def _cached(master: torch.Tensor, kind: Format) -> torch.Tensor:
     """Return the quantised weight of a master that needs no gradient, made again when the master's version moved."""
-    if master.is_inference():  # has no version to tell a change by
+    if master.is_inference():  # has no version that shows a change
         return dequantize_packed(quantize_packed(master, kind), master.dtype)
     key = (id(master), kind)
     known = _cache.get(key)
