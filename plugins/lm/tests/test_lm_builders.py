@@ -199,7 +199,7 @@ METADATA: dict[str, tuple[Any, str]] = {
     "llama.rope.freq_base": (-1.0, "greater than 0"),
     "llama.rope.dimension_count": (15, "even and at most 16"),
     "llama.rope.scaling.type": ("dynamic", "'none', 'linear', 'yarn' or 'longrope'"),
-    "llama.expert_count": (8, "no mixture of experts"),
+    "llama.expert_count": (8, "experts .* are not supported"),
     "llama.vocab_size": (267, r"of shape \[267, 64\]"),
     "llama.context_length": ("many", "a whole number"),
 }
@@ -207,7 +207,7 @@ METADATA: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("key", METADATA)
 def test_bad_metadata(key: str, tiny_llama: Path) -> None:
-    """A hyper-parameter that is out of range, not served, or at odds with a tensor is refused by name and rule."""
+    """A hyper-parameter that is out of range, not supported, or at odds with a tensor is refused by name and rule."""
     value, message = METADATA[key]
     checkpoint = q4.open(tiny_llama)
     values = {**checkpoint.metadata, key: value}

@@ -106,7 +106,7 @@ def write(path: Path, arch: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_family(arch: str, tmp_path: Path) -> None:
-    """A file gives the logits of the decoder that was written, though its tokenizer is not served: that says so."""
+    """A file gives the logits of the decoder that was written, though its tokenizer is not supported: that says so."""
     expected = write(tmp_path / "model.gguf", arch)
     tokens = torch.randint(0, 40, (2, 20))
     with torch.no_grad(), q4.Session(EXACT) as session:
@@ -133,7 +133,7 @@ def test_a_config_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_unknown_family(tmp_path: Path) -> None:
-    """An architecture that nobody brings is an error that names those that are served."""
+    """An unknown architecture is an error that names the supported ones."""
     write(tmp_path / "model.gguf", "qwen3moe")
     with q4.Session(EXACT) as session, pytest.raises(q4.CheckpointError, match="one of gemma3, llama, phi3, qwen2"):
         load_model(tmp_path / "model.gguf", session)
@@ -143,7 +143,10 @@ def test_unknown_family(tmp_path: Path) -> None:
 def test_capped_logits(key: str, tmp_path: Path) -> None:
     """What is not computed is refused by the key that asks for it."""
     write(tmp_path / "model.gguf", "gemma3", **{key: 30.0})
-    with q4.Session(EXACT) as session, pytest.raises(q4.CheckpointError, match="nor capped logits") as caught:
+    with (
+        q4.Session(EXACT) as session,
+        pytest.raises(q4.CheckpointError, match="capped logits are not supported") as caught,
+    ):
         load_model(tmp_path / "model.gguf", session)
     assert caught.value.name == f"metadata 'gemma3.{key}'"
 

@@ -110,7 +110,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_vocabulary(case: str, vocabulary: dict[str, Any]) -> None:
-    """A vocabulary that is not served or contradicts itself is refused by key, rule and value."""
+    """A vocabulary that is not supported or contradicts itself is refused by key, rule and value."""
     changes, key = BAD[case]
     vocabulary.update(changes)
     values = {name: value for name, value in vocabulary.items() if value is not None}

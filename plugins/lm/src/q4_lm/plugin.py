@@ -18,7 +18,7 @@ __all__ = ["q4_architectures", "q4_commands", "q4_layers"]
 @hookimpl
 def q4_architectures() -> list[Architecture]:
     """Return the architectures of GGUF files."""
-    from q4_lm.models.gguf import ARCHITECTURES  # noqa: PLC0415  # not before somebody asks
+    from q4_lm.models.gguf import ARCHITECTURES  # noqa: PLC0415  # not before it is needed
 
     return [*ARCHITECTURES]
 
@@ -26,7 +26,7 @@ def q4_architectures() -> list[Architecture]:
 @hookimpl
 def q4_layers() -> list[LayerType]:
     """Return the layer type ``block``."""
-    from q4_lm.models.block import BLOCK  # noqa: PLC0415  # not before somebody asks
+    from q4_lm.models.block import BLOCK  # noqa: PLC0415  # not before it is needed
 
     return [BLOCK]
 

@@ -1,4 +1,4 @@
-"""``q4 prepare`` and ``q4 cache``: prepared models are made ahead of time, listed, removed and verified."""
+"""``q4 prepare`` and ``q4 cache``: preparation of models ahead of time; listing, removal and verification."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ def prepare(  # noqa: PLR0913  # one argument per option
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prepare a model, and keep it in the cache, so that it opens at once under the same options."""
+    """Prepare a model and store it in the cache, so that it opens at once under the same options."""
     path, store = find_model(file), _store()
     started = time.perf_counter()
     with LanguageModel.open(path, config_of(device, backend, compute_path, precision, dtype)) as model:
         cached = model.cached
         if cached is None or cached.state not in {"opened", "written"}:
             why = "there is no cache" if cached is None else cached.state
-            raise q4.LifecycleError(f"q4 prepare: {path} is not kept: {why}", hint="It is prepared whenever it opens.")
+            raise q4.LifecycleError(
+                f"q4 prepare: {path} is not cached: {why}", hint="It is prepared each time it opens."
+            )
         found = next((entry for entry in store.entries() if entry.path == cached.path), None)
         if found is None:
             raise q4.LifecycleError(f"q4 prepare: {cached.path} was removed meanwhile", hint="Prepare it again.")
@@ -58,17 +60,17 @@ def prepare(  # noqa: PLR0913  # one argument per option
 def list_(*, as_json: AsJson = False) -> None:
     """List the prepared models, the last used ones first."""
     store = _store()
-    told = [_described(entry) for entry in store.entries()]
+    files = [_described(entry) for entry in store.entries()]
     if as_json:
-        typer.echo(json.dumps({**_of(store), "files": told}, indent=2))
+        typer.echo(json.dumps({**_of(store), "files": files}, indent=2))
         return
-    for item in told:
+    for item in files:
         typer.echo(
             f"{item['used']}  {item['bytes'] / 1e6:>8,.0f} MB  {item['name']}  {item['source'] or item['fault']}"
         )
-    total = sum(item["bytes"] for item in told)
+    total = sum(item["bytes"] for item in files)
     size = f"{total / 1e6:,.0f} of {store.limit_bytes / 1e6:,.0f} MB"
-    typer.echo(f"{counted(len(told), 'file')}, {size}, in {store.folder}")
+    typer.echo(f"{counted(len(files), 'file')}, {size}, in {store.folder}")
 
 
 def prune(
@@ -88,15 +90,15 @@ def prune(
 def verify(*, as_json: AsJson = False) -> None:
     """Read every prepared model whole, and compare it with the digests that were written with it."""
     store = _store()
-    told = [{**_described(entry), "fault": _fault(entry)} for entry in store.entries() if entry.unfinished is None]
-    faulty = [item for item in told if item["fault"]]
+    files = [{**_described(entry), "fault": _fault(entry)} for entry in store.entries() if entry.unfinished is None]
+    faulty = [item for item in files if item["fault"]]
     if as_json:
-        typer.echo(json.dumps({**_of(store), "files": told}, indent=2))
+        typer.echo(json.dumps({**_of(store), "files": files}, indent=2))
     else:
         for item in faulty:
             typer.echo(f"{item['name']}: {item['fault']}")
         hint = "; `q4 cache prune --limit 0` removes all" if faulty else ""
-        typer.echo(f"{counted(len(told), 'file')}, {len(faulty)} damaged{hint}")
+        typer.echo(f"{counted(len(files), 'file')}, {len(faulty)} damaged{hint}")
     if faulty:
         raise typer.Exit(_DAMAGED)
 
@@ -121,15 +123,15 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 
 def _described(entry: Entry) -> dict[str, Any]:
-    """Return what there is to tell of a file: its model, or what is wrong with it."""
+    """Return the description of a file: its model, or what is wrong with it."""
     if entry.unfinished is not None:
         way = "; `q4 cache prune` removes it" if entry.unfinished == ABANDONED else ""
-        return {**_plain(entry), "source": None, "wishes": None, "fault": f"unfinished: {entry.unfinished}{way}"}
+        return {**_plain(entry), "source": None, "options": None, "fault": f"unfinished: {entry.unfinished}{way}"}
     try:
         facts = Container(entry.path).header["facts"]
-        return {**_plain(entry), "source": facts["source"][0][0], "wishes": facts["wishes"], "fault": None}
+        return {**_plain(entry), "source": facts["source"][0][0], "options": facts["options"], "fault": None}
     except (q4.CheckpointError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
-        return {**_plain(entry), "source": None, "wishes": None, "fault": describe_exception(error)}
+        return {**_plain(entry), "source": None, "options": None, "fault": describe_exception(error)}
 
 
 def _fault(entry: Entry) -> str | None:

@@ -1,4 +1,4 @@
-"""``q4 generate``, ``q4 chat`` and ``q4 perplexity``: a model answers, talks, and is measured."""
+"""``q4 generate``, ``q4 chat`` and ``q4 perplexity``: text generation, conversations, and perplexity of a text."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ Seed = Annotated[int, typer.Option(help="Of the random generator.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")]
 Backend = Annotated[str | None, typer.Option(help="This backend or none.")]
-ComputePath = Annotated[q4.ComputePath | None, typer.Option(help="Which kinds of path may serve.")]
+ComputePath = Annotated[q4.ComputePath | None, typer.Option(help="Kinds of path that may run.")]
 Precision = Annotated[q4.ActivationPrecision | None, typer.Option(help="How activations may be rounded.")]
 Dtype = Annotated[str | None, typer.Option(help="dtype of activations: float32, bfloat16 or float16.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
@@ -110,9 +110,7 @@ def generate(  # noqa: PLR0913  # one argument per option
     file: File,
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     *,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt as it stands, without chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt unchanged, without chat template.")] = False,
     system: System = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -232,8 +230,8 @@ def perplexity(  # noqa: PLR0913  # one argument per option
         reference = None if against is None else opened(against)
         found = measure_perplexity(opened(precision), content, window=window, reference=reference)
     if as_json:
-        told = {"file": str(path), "text": str(text), "perplexity": found.perplexity, **attrs.asdict(found)}
-        typer.echo(json.dumps(told, indent=2))
+        result = {"file": str(path), "text": str(text), "perplexity": found.perplexity, **attrs.asdict(found)}
+        typer.echo(json.dumps(result, indent=2))
         return
     typer.echo(f"perplexity {found.perplexity:.4g} over {found.tokens:,} tokens ({found.loss:.4f} nats per token)")
     if against is not None:

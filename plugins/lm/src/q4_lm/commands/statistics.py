@@ -22,7 +22,7 @@ __all__ = ["Statistics", "collect_statistics", "peak_resident_bytes", "print_sta
 
 
 def peak_resident_bytes() -> int | None:
-    """Return the most memory that this process has ever had resident, mapped files included; None where unknown."""
+    """Return the peak of this process's resident memory, mapped files included; None where unknown."""
     with contextlib.suppress(OSError):  # Linux; ru_maxrss would begin at the peak of the process that started this one
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
@@ -37,16 +37,16 @@ def peak_resident_bytes() -> int | None:
 
 @attrs.define
 class PathUse:
-    """One path, the layers of one kind that it serves, and what ran.
+    """One path, the layers of one kind that it runs, and its calls.
 
     Args:
         layer: Their name, with ``*`` for the numbers in which they differ.
         shape: (N, K) of each.
         format: Format of the layers.
-        backend: Who serves them.
+        backend: The backend that runs them.
         path: The path.
         kind: What it does with the weight.
-        rows: (lowest, highest) M that it serves; None for no upper end.
+        rows: (lowest, highest) M that it runs; None for no upper end.
         layers: How many layers have it.
         calls: How often it ran, over all of them.
     """
@@ -76,7 +76,7 @@ class Statistics:
         prompt_tokens_per_second: Prefill.
         tokens_per_second: Decoding; None for an answer of less than two tokens.
         prepared_bytes: Of all layers.
-        source_bytes: Those of them that are the source, kept because a backend can't export.
+        source_bytes: Those of them that are the source, retained because a backend can't export.
         cache_bytes: Of keys and values.
         peak_resident_bytes: Of the process, mapped files included; None where unknown.
         paths: Which paths ran.
@@ -153,14 +153,14 @@ def _rate(value: float | None) -> str:
 def print_statistics(statistics: Statistics, console: Console) -> None:
     """Print the record as two tables, and why other backends did not run."""
     facts = Table(show_header=False, box=None, pad_edge=False)
-    kept = f" (of which {_megabytes(statistics.source_bytes)} are the source itself)" if statistics.source_bytes else ""
+    own = f" (of which {_megabytes(statistics.source_bytes)} are the source itself)" if statistics.source_bytes else ""
     for name, value in (
         ("prompt", f"{statistics.prompt_tokens} tokens, {_rate(statistics.prompt_tokens_per_second)}"),
         ("answer", f"{statistics.new_tokens} tokens, {_rate(statistics.tokens_per_second)}"),
         ("ended by", statistics.stop_reason or "—"),
         ("time to first token", f"{statistics.first_token_seconds * 1e3:,.0f} ms"),
         ("opening and preparing", f"{statistics.open_seconds * 1e3:,.0f} ms"),
-        ("prepared weights", _megabytes(statistics.prepared_bytes) + kept),
+        ("prepared weights", _megabytes(statistics.prepared_bytes) + own),
         ("key-value cache", _megabytes(statistics.cache_bytes)),
         ("peak memory of the process", _megabytes(statistics.peak_resident_bytes)),
     ):

@@ -1,4 +1,4 @@
-"""A conversation with a model: each question sees all that was said before, and what was computed is kept."""
+"""A conversation with a model: each question sees all earlier messages, whose keys and values stay cached."""
 
 from __future__ import annotations
 
@@ -119,6 +119,6 @@ class Conversation:
         if len(tokens) >= limit:
             rule = f"shorter than the model's context of {limit} tokens"
             raise InputError("conversation", name="messages", rule=rule, value=len(tokens))
-        # Room for some more questions, so that not each one is computed anew.
+        # Room for some more questions, so that not each one recomputes the whole conversation.
         self._cache, self._seen = decoder.make_cache(min(limit, 4 * wanted)), []
         return self._cache, tokens

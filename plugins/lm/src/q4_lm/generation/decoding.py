@@ -45,7 +45,7 @@ class DecodingProgram:
         self._cells = self._numbers.unbind()
 
     def change(self) -> str | None:
-        """Return why the program is no more the decoder's, or None."""
+        """Return why the program no longer fits the decoder, or None."""
         return self._watch.change()
 
     def is_whole(self) -> bool:
@@ -57,7 +57,7 @@ class DecodingProgram:
         """Return logits [vocabulary], which the next call overwrites.
 
         Args:
-            token: The token behind those in the cache.
+            token: The token after those in the cache.
             cache: That of the program.
 
         Raises:

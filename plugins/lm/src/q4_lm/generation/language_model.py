@@ -64,12 +64,12 @@ class LanguageModel:
             config: What to ask for; unset fields ask the context, the environment and the default.
             cache: Where prepared models are: ``"auto"`` asks ``Q4_CACHE`` (a folder, or ``off``) and else takes the
                 user's cache folder; ``"off"`` has none; or a folder. The first opening writes a file there, later ones
-                map it, without the weights of ``path`` being read. One that is stale or damaged is written anew, with
-                one ``CacheWarning``. The vocabulary is built when a text is first taken or given then.
+                map it, without the weights of ``path`` being read. One that is stale or damaged is written again, with
+                one ``CacheWarning``. The vocabulary is then built when a text is first encoded or decoded.
 
         Raises:
-            CheckpointError: The file is malformed, or holds a model that is not served.
-            BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve its layers.
+            CheckpointError: The file is malformed, or holds a model that is not supported.
+            BackendUnavailableError, PolicyConflictError, UnknownBackendError: No backend can run its layers.
             ConfigError: ``cache``, or the variables that it asks, are not legal.
         """
         with opening(Path(path), config, cache) as (session, cached):
@@ -105,7 +105,7 @@ class LanguageModel:
             if f"tokenizer.ggml.{name}_token_id" in metadata
         }
         template, tokenizer = metadata.text("tokenizer.chat_template", default=None), vocabulary.build()
-        if cached is not None and architecture in ARCHITECTURES:  # a plugin's may change more than is told
+        if cached is not None and architecture in ARCHITECTURES:  # a plugin's may change more than is stored
             extra = {"tokenizer": tokenizer.ends, "chat_template": template, "special": special}
             text = json.dumps(attrs.asdict(vocabulary, recurse=False), ensure_ascii=False)
             cached.write(decoder, extra, text.encode())

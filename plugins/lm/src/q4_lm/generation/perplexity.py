@@ -66,14 +66,14 @@ def measure_perplexity(
     loss = divergence = 0.0
     count = equal = 0
     for piece in pieces:
-        told = _predictions(model, piece)
-        following = torch.tensor(piece[1:], device=told.device)
-        loss -= float(told.gather(1, following[:, None]).sum())
+        predicted = _predictions(model, piece)
+        following = torch.tensor(piece[1:], device=predicted.device)
+        loss -= float(predicted.gather(1, following[:, None]).sum())
         count += len(following)
         if reference is not None:
-            base = _predictions(reference, piece).to(told.device)
-            divergence += float((base.exp() * (base - told)).sum())
-            equal += int((base.argmax(-1) == told.argmax(-1)).sum())
+            base = _predictions(reference, piece).to(predicted.device)
+            divergence += float((base.exp() * (base - predicted)).sum())
+            equal += int((base.argmax(-1) == predicted.argmax(-1)).sum())
     if reference is None:
         return Perplexity(count, loss / count)
     return Perplexity(count, loss / count, divergence / count, equal / count)

@@ -130,7 +130,7 @@ class Generation:
                 token = self.sampler(self._logits((token,), cache))
             else:
                 logits = program(token, cache)
-                known = (program.best(),) if isinstance(self.sampler, Sampler) else ()  # else whatever takes logits
+                known = (program.best(),) if isinstance(self.sampler, Sampler) else ()  # else any function of logits
                 token = self.sampler(logits, *known)
             self.decode_seconds += self.clock() - start
             self.decode_steps += 1

@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, or drawn after temperature, top-k and top-p."""
+"""The choice of the next token: greedy, or drawn after temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Sampler:
 
     Args:
         temperature: Divides the logits; 0 is greedy.
-        top_k: Only the k likeliest tokens; 0 keeps all. Ties at the last place are kept.
-        top_p: Only the fewest likeliest tokens whose probabilities reach p; 1 keeps all. The likeliest is always kept.
+        top_k: Only the k likeliest tokens; 0 keeps all. Ties at the last place stay in.
+        top_p: Only the fewest likeliest tokens whose probabilities reach p; 1 keeps all. The likeliest always stays in.
         seed: Of the random generator.
 
     Raises:
@@ -74,7 +74,7 @@ class Sampler:
         if 0 < self.top_k < values.numel():
             least = values.topk(self.top_k).values[-1]
             values = values.masked_fill(values < least, -math.inf)
-        # The greatest logit is taken off first, so that a tiny temperature can't overflow.
+        # The greatest logit is subtracted first, so that a tiny temperature can't overflow.
         shares = ((values - values.max()) / self.temperature).softmax(-1)
         if self.top_p < 1:
             ordered, order = shares.sort(descending=True, stable=True)
@@ -88,7 +88,7 @@ class Sampler:
 
         Args:
             logits: [V] float.
-            best: Which is the greatest (a NaN, where there is one), where somebody knows.
+            best: Index of the greatest (of a NaN, where there is one), where it is known.
 
         Raises:
             InputError: A logit is NaN or infinite.

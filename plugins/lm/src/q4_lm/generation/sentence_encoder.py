@@ -84,7 +84,7 @@ class SentenceEncoder:
 
         Args:
             sentences: Texts; what is longer than the model's context is cut.
-            prompt: Name of one of the folder's prompts, whose text stands before each sentence. Defaults to the
+            prompt: Name of one of the folder's prompts, whose text precedes each sentence. Defaults to the
                 folder's default prompt, if it has one.
             batch: Sentences at once.
 

@@ -1,7 +1,7 @@
 """The parts of a sentence-transformers folder: pooling, dense layers, lengths and prompts, or why one is refused.
 
 Reference:
-    ``modules.json`` and the files beside it as sentence-transformers 2 to 6 write them.
+    ``modules.json`` and the files next to it as sentence-transformers 2 to 6 write them.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def read_modules(folder: Path) -> SentenceModules:
     for kind, path in parts:
         if kind not in {"Dense", "Normalize"}:
             _fail(index, "parts", "a Transformer, a Pooling, then Dense and Normalize", kind)
-        told = read_json(path / "config.json") if path != folder else {}
-        _require_sentence_in_and_out(told, path / "config.json")
-        head.extend(_dense(told, path) if kind == "Dense" else [_Normalize()])
+        config = read_json(path / "config.json") if path != folder else {}
+        _require_sentence_in_and_out(config, path / "config.json")
+        head.extend(_dense(config, path) if kind == "Dense" else [_Normalize()])
     return SentenceModules(
         encoder=encoder,
         pooling=_pooling(pooling, at),
@@ -138,11 +138,11 @@ def read_modules(folder: Path) -> SentenceModules:
 def _listed(index: Path) -> list[tuple[str, Path]]:
     """Return kind and folder of each part of ``modules.json``; a kind of other packages is named whole."""
     with open_regular(index) as file:
-        told = parse_json(file.read(), what="modules.json", where=str(index))
-    if not isinstance(told, list) or not told or not all(isinstance(item, dict) for item in told):
-        _fail(index, "JSON", "a list of objects, at least one", type(told).__name__)
+        parts = parse_json(file.read(), what="modules.json", where=str(index))
+    if not isinstance(parts, list) or not parts or not all(isinstance(item, dict) for item in parts):
+        _fail(index, "JSON", "a list of objects, at least one", type(parts).__name__)
     found = []
-    for item in told:
+    for item in parts:
         kind, path = item.get("type"), item.get("path")
         if not isinstance(kind, str):
             _fail(index, "type", "a text", kind)
@@ -153,40 +153,40 @@ def _listed(index: Path) -> list[tuple[str, Path]]:
     return found
 
 
-def _pooling(told: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+def _pooling(config: Mapping[str, Any], path: Path) -> tuple[str, ...]:
     """Return the modes of a pooling's file; the mean where it says nothing."""
-    modes = told.get("pooling_mode")
+    modes = config.get("pooling_mode")
     if modes is None:
-        modes = [mode for flag, mode in _FLAGS.items() if told.get(flag)] or ["mean"]
+        modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
     chosen = [modes] if isinstance(modes, str) else modes
-    unknown = [name for name in told if name.startswith("pooling_mode_") and name not in _FLAGS and told[name]]
+    unknown = [name for name in config if name.startswith("pooling_mode_") and name not in _FLAGS and config[name]]
     if unknown or not isinstance(chosen, list) or not chosen or any(mode not in [*_POOLINGS] for mode in chosen):
         _fail(path, "pooling_mode", f"among {', '.join(_POOLINGS)}", unknown or modes)
-    if told.get("include_prompt", True) is not True:
-        _fail(path, "include_prompt", "true; prompts left out of the mean are not computed", told["include_prompt"])
+    if config.get("include_prompt", True) is not True:
+        _fail(path, "include_prompt", "true; prompts left out of the mean are not computed", config["include_prompt"])
     return tuple(chosen)
 
 
-def _require_sentence_in_and_out(told: Mapping[str, Any], path: Path) -> None:
+def _require_sentence_in_and_out(config: Mapping[str, Any], path: Path) -> None:
     for name in ("module_input_name", "module_output_name"):
-        if told.get(name) not in {None, "sentence_embedding"}:
-            _fail(path, name, "'sentence_embedding'; nothing else is computed", told[name])
+        if config.get(name) not in {None, "sentence_embedding"}:
+            _fail(path, name, "'sentence_embedding'; nothing else is computed", config[name])
 
 
-def _dense(told: Mapping[str, Any], folder: Path) -> list[nn.Module]:
+def _dense(config: Mapping[str, Any], folder: Path) -> list[nn.Module]:
     """Return the linear layer of a ``Dense`` part and its activation."""
-    config = folder / "config.json"
-    if told.get("use_residual", False) is not False:
-        _fail(config, "use_residual", "false; the residual is not computed", told["use_residual"])
-    named = told.get("activation_function", "torch.nn.modules.activation.Tanh")
+    path = folder / "config.json"
+    if config.get("use_residual", False) is not False:
+        _fail(path, "use_residual", "false; the residual is not computed", config["use_residual"])
+    named = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     activation = "Identity" if named is None else str(named).rpartition(".")[2]
     if activation not in _ACTIVATIONS or not (named is None or str(named).startswith("torch.nn.")):
-        _fail(config, "activation_function", f"one of torch.nn's {', '.join(_ACTIVATIONS)}", named)
+        _fail(path, "activation_function", f"one of torch.nn's {', '.join(_ACTIVATIONS)}", named)
     with q4.open(folder) as checkpoint:
         stored = {name: checkpoint.dense[name].to(torch.float32).clone() for name in checkpoint.dense}
-    sizes = (told.get("out_features"), told.get("in_features"))
+    sizes = (config.get("out_features"), config.get("in_features"))
     expected: dict[str, tuple[Any, ...]] = {"linear.weight": sizes}
-    if told.get("bias", True):
+    if config.get("bias", True):
         expected["linear.bias"] = sizes[:1]
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     if shapes != expected:
@@ -201,31 +201,31 @@ def _dense(told: Mapping[str, Any], folder: Path) -> list[nn.Module]:
 def _text_options(folder: Path) -> tuple[int | None, bool]:
     """Return a text's most tokens, or None, and whether it is written in lower case."""
     path = folder / "sentence_bert_config.json"
-    told, tokenizer = read_json(path), read_json(folder / "tokenizer_config.json")
-    text = told.get("modality_config", {"text": _TEXT})
+    config, tokenizer = read_json(path), read_json(folder / "tokenizer_config.json")
+    text = config.get("modality_config", {"text": _TEXT})
     for name, is_legal, rule in (
-        ("transformer_task", told.get("transformer_task") in {None, "feature-extraction"}, "'feature-extraction'"),
-        ("module_output_name", told.get("module_output_name") in {None, "token_embeddings"}, "'token_embeddings'"),
+        ("transformer_task", config.get("transformer_task") in {None, "feature-extraction"}, "'feature-extraction'"),
+        ("module_output_name", config.get("module_output_name") in {None, "token_embeddings"}, "'token_embeddings'"),
         ("modality_config", isinstance(text, dict) and text.get("text") == _TEXT, "the last hidden state of texts"),
-        ("do_lower_case", isinstance(told.get("do_lower_case"), (bool, type(None))), "true or false"),
+        ("do_lower_case", isinstance(config.get("do_lower_case"), (bool, type(None))), "true or false"),
     ):
         if not is_legal:
-            _fail(path, name, rule, told[name])
+            _fail(path, name, rule, config[name])
     if tokenizer.get("truncation_side", "right") != "right":
         where = folder / "tokenizer_config.json"
         _fail(where, "truncation_side", "'right', where texts are cut", tokenizer["truncation_side"])
-    limit = told.get("max_seq_length")
+    limit = config.get("max_seq_length")
     if limit is None:  # the library's newer releases store it there; transformers stores 10^30 for no limit
         limit, path = tokenizer.get("model_max_length"), folder / "tokenizer_config.json"
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 1):
         _fail(path, "max_seq_length", "a positive number of tokens", limit)
-    return None if limit is None else int(limit), bool(told.get("do_lower_case"))
+    return None if limit is None else int(limit), bool(config.get("do_lower_case"))
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
     """Return the prompts by name, and the default one's name."""
-    told = read_json(path)
-    prompts, default = told.get("prompts") or {}, told.get("default_prompt_name")
+    config = read_json(path)
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, (str, type(None))) for text in prompts.values()):
         _fail(path, "prompts", "an object of texts", prompts)
     if default is not None and default not in prompts:

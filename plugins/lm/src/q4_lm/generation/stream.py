@@ -1,4 +1,4 @@
-"""Streaming texts: tokens go in, whole characters come out."""
+"""Streams of text: tokens in, whole characters out."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Whole networks: their configs, how they are built, and how model files fill them."""
+"""Whole networks: their configs, their construction, and loading from model files."""

@@ -1,4 +1,4 @@
-"""Architectures: how a model file becomes a decoder; plugins bring further ones by the hook ``q4_architectures``."""
+"""Architectures: builders of decoders from model files; plugins add further ones by the hook ``q4_architectures``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def find_architecture(metadata: Metadata) -> Architecture:
     """Return a model file's architecture.
 
     Raises:
-        CheckpointError: The file names none, or one that no plugin brings.
+        CheckpointError: The file names none, or one that no plugin adds.
     """
     if "general.architecture" not in metadata:
         what = "the checkpoint does not say which model its layers make up"
@@ -66,7 +66,7 @@ def find_architecture(metadata: Metadata) -> Architecture:
     known = architectures()
     if name not in known:
         close = closest_name(name, known)
-        hint = f"Did you mean {close!r}?" if close else "A plugin can bring it, by the hook q4_architectures."
+        hint = f"Did you mean {close!r}?" if close else "A plugin can add it, by the hook q4_architectures."
         metadata.fail("general.architecture", f"one of {', '.join(sorted(known))}", name, hint)
     return known[name]
 
@@ -75,7 +75,7 @@ def config_from_gguf(path: str | os.PathLike[str]) -> TransformerConfig:
     """Return the config of a GGUF file's model; only its header is read.
 
     Raises:
-        CheckpointError: The file is malformed, or holds a model that is not served.
+        CheckpointError: The file is malformed, or holds a model that is not supported.
     """
     with open_checkpoint(path) as checkpoint:
         metadata = Metadata(checkpoint.metadata, os.fspath(path))

@@ -1,4 +1,4 @@
-"""``TransformerConfig``: what a transformer is, in the field names that Hugging Face uses."""
+"""``TransformerConfig``: sizes and options of a transformer, in Hugging Face's field names."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class TransformerConfig:
         num_key_value_heads: Key-value heads, a divisor of ``num_attention_heads``. Defaults to as many.
         head_dim: Features of a head. Defaults to ``hidden_size / num_attention_heads``.
         max_position_embeddings: Most positions that the model is made for.
-        causal: Whether a token sees none behind it.
+        causal: Whether a token sees none after it.
         hidden_act: ``silu``, ``gelu``, ``gelu_tanh`` or ``relu``.
         gated: Whether the feed-forward parts have a gate.
         norm: ``rms``, ``offset_rms`` (weight stored minus one) or ``layer``.
         norm_eps: Epsilon of every norm.
-        norm_position: Norms stand before each part (``pre``), behind its sum (``post``), or round each part (``both``).
+        norm_position: Norms before each part (``pre``), after its sum (``post``), or before and after it (``both``).
         positions: ``rotary``, ``learned`` or ``none``.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: How they are changed.
@@ -150,10 +150,10 @@ class TransformerConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what differs from the defaults, as plain values: ``TransformerConfig.from_dict`` reads it."""
-        told = attrs.asdict(self, recurse=False)
+        fields = attrs.asdict(self, recurse=False)
         plain = {"hidden_size", "intermediate_size"}
-        default = TransformerConfig(**{name: told[name] for name in plain})
-        found = {name: value for name, value in told.items() if name in plain or value != getattr(default, name)}
+        default = TransformerConfig(**{name: fields[name] for name in plain})
+        found = {name: value for name, value in fields.items() if name in plain or value != getattr(default, name)}
         if "rope_scaling" in found:
             scaling = attrs.asdict(self.rope_scaling)
             plain_scaling = attrs.asdict(RopeScaling())

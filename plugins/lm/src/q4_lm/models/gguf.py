@@ -1,4 +1,4 @@
-"""Decoders from GGUF files: the metadata's sizes, and what the file calls the parts.
+"""Decoders from GGUF files: the metadata's sizes, and the file's names of the parts.
 
 Reference:
     Metadata keys and tensor names of the GGUF specification; what a kind leaves unsaid (which blocks slide, or turn
@@ -61,9 +61,9 @@ _IDLE = frozenset(
     }
 )
 """Keys that change nothing that is computed."""
-_NOT_SERVED = ("expert_count", "attn_logit_softcapping", "final_logit_softcapping")
+_UNSUPPORTED = ("expert_count", "attn_logit_softcapping", "final_logit_softcapping")
 _PLAIN = {
-    **dict.fromkeys(_NOT_SERVED, 0.0),
+    **dict.fromkeys(_UNSUPPORTED, 0.0),
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "nextn_predict_layers"), 0.0),
     **dict.fromkeys(("attention.shared_kv_layers", "embedding_length_per_layer_input", "n_deepstack_layers"), 0.0),
     **dict.fromkeys(("logit_scale", "residual_scale"), 1.0),
@@ -189,7 +189,7 @@ def _rope_scaling(checkpoint: Checkpoint, metadata: Metadata, prefix: str, conte
     metadata.pass_over(*(f"{prefix}.yarn_{name}" for name in ("beta_fast", "beta_slow", "log_multiplier")))
     if kind == "none":
         metadata.pass_over(newer, older, f"{prefix}.yarn_ext_factor")
-    else:  # an ext_factor makes llama.cpp compute YaRN, whatever the type
+    else:  # an ext_factor makes llama.cpp compute YaRN for every type
         _require(metadata, {f"{prefix}.yarn_ext_factor": 0.0})
     if is_long:
         if kind != "none":
@@ -219,8 +219,8 @@ def _require(metadata: Metadata, plain: Mapping[str, float]) -> None:
     """Refuse each key that says another number than the one at which it changes nothing."""
     for key, number in plain.items():
         if (value := metadata.number(key, above=-1e9, default=number)) != number:
-            is_known = key.rpartition(".")[2] in _NOT_SERVED
-            why = "no mixture of experts is served, nor capped logits" if is_known else "nothing else is computed here"
+            is_known = key.rpartition(".")[2] in _UNSUPPORTED
+            why = "experts and capped logits are not supported" if is_known else "nothing else is computed here"
             metadata.fail(key, f"{number:g}, as {why}", value)
 
 

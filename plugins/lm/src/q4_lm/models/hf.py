@@ -38,7 +38,7 @@ def build_from_hf(folder: str | Path, session: Session) -> Transformer:
         session: Makes the 4-bit layers.
 
     Raises:
-        CheckpointError: A file is missing or malformed, the kind of model is not served, a tensor is missing, has
+        CheckpointError: A file is missing or malformed, the kind of model is not supported, a tensor is missing, has
             another shape, or has no place in the model.
     """
     folder = Path(folder)

@@ -54,62 +54,62 @@ def config_from_hf(source: Mapping[str, Any] | str | os.PathLike[str]) -> Transf
         hint = f"Did you mean {close!r}?" if close else "A GGUF file of a Llama-family model can be read as well."
         rule = f"one of {', '.join(DEFAULTS)}"
         raise CheckpointError("model config", name="model_type", rule=rule, value=kind, where=where, hint=hint)
-    told = Values(values, where, kind)
+    fields = Values(values, where, kind)
     try:
-        return _bert(told) if kind == "bert" else _decoder(told)
+        return _bert(fields) if kind == "bert" else _decoder(fields)
     except ConfigError as error:
         raise CheckpointError(
             "model config", name=error.name, rule=error.rule, value=error.value, where=where, hint=error.hint
         ) from error
 
 
-def _sizes(told: Values) -> dict[str, Any]:
-    act = told.get("hidden_activation" if told.has("hidden_activation") else "hidden_act")
+def _sizes(fields: Values) -> dict[str, Any]:
+    act = fields.get("hidden_activation" if fields.has("hidden_activation") else "hidden_act")
     return {
-        **{name: told.count(name) for name in (*_PLAIN, "max_position_embeddings")},
+        **{name: fields.count(name) for name in (*_PLAIN, "max_position_embeddings")},
         "hidden_act": _ACTIVATIONS.get(str(act), act),
-        "initializer_range": told.number("initializer_range"),
+        "initializer_range": fields.number("initializer_range"),
     }
 
 
-def _bert(told: Values) -> TransformerConfig:
-    told.refuse("position_embedding_type", "absolute")
-    told.refuse("is_decoder", False)  # noqa: FBT003  # a value of the file
+def _bert(fields: Values) -> TransformerConfig:
+    fields.refuse("position_embedding_type", "absolute")
+    fields.refuse("is_decoder", False)  # noqa: FBT003  # a value of the file
     return TransformerConfig(
-        **_sizes(told),
+        **_sizes(fields),
         causal=False,
         gated=False,
         norm="layer",
-        norm_eps=told.number("layer_norm_eps"),
+        norm_eps=fields.number("layer_norm_eps"),
         norm_position="post",
         positions="learned",
         attention_bias=True,
         attention_out_bias=True,
         mlp_bias=True,
-        type_vocab_size=told.get("type_vocab_size"),
-        dropout=told.number("hidden_dropout_prob"),
-        attention_dropout=told.number("attention_probs_dropout_prob"),
+        type_vocab_size=fields.get("type_vocab_size"),
+        dropout=fields.number("hidden_dropout_prob"),
+        attention_dropout=fields.number("attention_probs_dropout_prob"),
     )
 
 
-def _decoder(told: Values) -> TransformerConfig:
-    told.refuse("final_logit_softcapping")
-    told.refuse("attn_logit_softcapping")
-    told.refuse("use_bidirectional_attention", False)  # noqa: FBT003  # a value of the file
-    sizes = _sizes(told)
+def _decoder(fields: Values) -> TransformerConfig:
+    fields.refuse("final_logit_softcapping")
+    fields.refuse("attn_logit_softcapping")
+    fields.refuse("use_bidirectional_attention", False)  # noqa: FBT003  # a value of the file
+    sizes = _sizes(fields)
     heads, hidden, layers = sizes["num_attention_heads"], sizes["hidden_size"], sizes["num_hidden_layers"]
-    gemma, qwen2 = told.kind == "gemma3_text", told.kind == "qwen2"
-    head_dim = hidden // heads if told.get("head_dim") is None else told.count("head_dim")
-    rope, local = _rope(told)
-    bias = qwen2 or bool(told.get("attention_bias"))
-    turns = _turns(told, layers)
-    window, sliding = _sliding(told, turns)
+    gemma, qwen2 = fields.kind == "gemma3_text", fields.kind == "qwen2"
+    head_dim = hidden // heads if fields.get("head_dim") is None else fields.count("head_dim")
+    rope, local = _rope(fields)
+    bias = qwen2 or bool(fields.get("attention_bias"))
+    turns = _turns(fields, layers)
+    window, sliding = _sliding(fields, turns)
     return TransformerConfig(
         **sizes,
-        num_key_value_heads=heads if told.get("num_key_value_heads") is None else told.count("num_key_value_heads"),
+        num_key_value_heads=heads if fields.get("num_key_value_heads") is None else fields.count("num_key_value_heads"),
         head_dim=head_dim,
         norm="offset_rms" if gemma else "rms",
-        norm_eps=told.number("rms_norm_eps"),
+        norm_eps=fields.number("rms_norm_eps"),
         norm_position="both" if gemma else "pre",
         rope_theta=rope["rope_theta"],
         rope_scaling=RopeScaling.from_hf(rope, sizes["max_position_embeddings"]),
@@ -120,84 +120,84 @@ def _decoder(told: Values) -> TransformerConfig:
         local_rope_theta=local,
         attention_bias=bias,
         attention_out_bias=bias and not qwen2,
-        mlp_bias=bool(told.get("mlp_bias")),
-        qk_norm=told.kind in {"qwen3", "gemma3_text"},
-        attention_scale=told.count("query_pre_attn_scalar") ** -0.5 if gemma else None,
-        attention_dropout=told.number("attention_dropout"),
-        dropout=told.number("resid_pdrop"),
+        mlp_bias=bool(fields.get("mlp_bias")),
+        qk_norm=fields.kind in {"qwen3", "gemma3_text"},
+        attention_scale=fields.count("query_pre_attn_scalar") ** -0.5 if gemma else None,
+        attention_dropout=fields.number("attention_dropout"),
+        dropout=fields.number("resid_pdrop"),
         embedding_scale=hidden**0.5 if gemma else 1.0,
-        tie_word_embeddings=bool(told.get("tie_word_embeddings")),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
     )
 
 
-def _rope(told: Values) -> tuple[dict[str, Any], float | None]:
+def _rope(fields: Values) -> tuple[dict[str, Any], float | None]:
     """Return the rotary options of the blocks that see everything, and the base of the sliding ones."""
-    before, now = told.options("rope_scaling"), told.options("rope_parameters")  # of transformers 4, and 5
+    before, now = fields.options("rope_scaling"), fields.options("rope_parameters")  # of transformers 4, and 5
     local = None
-    if told.kind == "gemma3_text":
+    if fields.kind == "gemma3_text":
         if now and not {_FULL, _SLIDING} & {*now}:
-            told.fail("rope_parameters", f"those of {_FULL} and of {_SLIDING}", now)
+            fields.fail("rope_parameters", f"those of {_FULL} and of {_SLIDING}", now)
         full, sliding = (now.get(name) or {} for name in (_FULL, _SLIDING))
         given = {**full, **before}
         if sliding.get("rope_type", "default") != "default":
-            told.fail(f"rope_parameters.{_SLIDING}.rope_type", "'default'", sliding["rope_type"])
-        local = told.finite("rope_theta", sliding.get("rope_theta", told.get("rope_local_base_freq")))
+            fields.fail(f"rope_parameters.{_SLIDING}.rope_type", "'default'", sliding["rope_type"])
+        local = fields.finite("rope_theta", sliding.get("rope_theta", fields.get("rope_local_base_freq")))
     else:
         given = before or now
     if nested := [name for name, value in given.items() if isinstance(value, dict)]:
-        told.fail(f"rope_parameters.{nested[0]}", "a number or a text", given[nested[0]])
+        fields.fail(f"rope_parameters.{nested[0]}", "a number or a text", given[nested[0]])
     kind = given.get("rope_type", given.get("type", "default"))
-    is_phi3 = told.kind == "phi3"
+    is_phi3 = fields.kind == "phi3"
     if is_phi3 and kind in {"su", "yarn"}:
         kind = "longrope"  # by their older names
     rope = {
         **given,
         "rope_type": kind,
-        "rope_theta": told.finite("rope_theta", given.get("rope_theta", told.get("rope_theta"))),
+        "rope_theta": fields.finite("rope_theta", given.get("rope_theta", fields.get("rope_theta"))),
     }
-    original = told.get("original_max_position_embeddings")
+    original = fields.get("original_max_position_embeddings")
     if original is not None and kind in _RANGED:
         rope["original_max_position_embeddings"] = original
-    share = rope.get("partial_rotary_factor", told.values.get("partial_rotary_factor", 1.0))
-    rope["partial_rotary_factor"] = told.finite("partial_rotary_factor", share)
+    share = rope.get("partial_rotary_factor", fields.values.get("partial_rotary_factor", 1.0))
+    rope["partial_rotary_factor"] = fields.finite("partial_rotary_factor", share)
     if share != 1 and not is_phi3:
-        told.fail("partial_rotary_factor", f"1, for a model of type {told.kind!r}", share)
+        fields.fail("partial_rotary_factor", f"1, for a model of type {fields.kind!r}", share)
     return rope, local
 
 
-def _turns(told: Values, layers: int) -> list[Any]:
+def _turns(fields: Values, layers: int) -> list[Any]:
     """Return for each block whether it turns queries and keys."""
-    turns = told.get("no_rope_layers")
+    turns = fields.get("no_rope_layers")
     if turns is None:
-        every = told.count("no_rope_layer_interval") if told.has("no_rope_layer_interval") else layers + 1
+        every = fields.count("no_rope_layer_interval") if fields.has("no_rope_layer_interval") else layers + 1
         return [(layer + 1) % every for layer in range(layers)]
     if not isinstance(turns, list) or len(turns) < layers:
-        told.fail("no_rope_layers", f"a list of {layers} or more", turns)
+        fields.fail("no_rope_layers", f"a list of {layers} or more", turns)
     return turns[:layers]
 
 
-def _sliding(told: Values, turns: list[Any]) -> tuple[int | None, list[int]]:
+def _sliding(fields: Values, turns: list[Any]) -> tuple[int | None, list[int]]:
     """Return the window, and the indices of the blocks that have one."""
-    window, layers = told.get("sliding_window"), len(turns)
-    is_used = window is not None and (not told.has("use_sliding_window") or bool(told.get("use_sliding_window")))
-    if told.kind == "gemma3_text":  # some of its blocks slide in any case
-        every = told.count("sliding_window_pattern")
+    window, layers = fields.get("sliding_window"), len(turns)
+    is_used = window is not None and (not fields.has("use_sliding_window") or bool(fields.get("use_sliding_window")))
+    if fields.kind == "gemma3_text":  # some of its blocks slide in any case
+        every = fields.count("sliding_window_pattern")
         sliding, is_used = [layer for layer in range(layers) if (layer + 1) % every], True
     elif not is_used:
         sliding = []
-    elif told.kind == "smollm3":
+    elif fields.kind == "smollm3":
         sliding = [layer for layer, turn in enumerate(turns) if not turn]
     else:
-        sliding = [*range(told.get("max_window_layers") or 0, layers)]
-    types = told.values.get("layer_types")
+        sliding = [*range(fields.get("max_window_layers") or 0, layers)]
+    types = fields.values.get("layer_types")
     if types is None:
         return window, sliding
     if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {_FULL, _SLIDING}:
-        told.fail("layer_types", f"{layers} of {_FULL!r} and {_SLIDING!r}", types)
+        fields.fail("layer_types", f"{layers} of {_FULL!r} and {_SLIDING!r}", types)
     given = [layer for layer, name in enumerate(types) if name == _SLIDING]
-    if given != sliding and not (told.has("layer_types") and is_used):
+    if given != sliding and not (fields.has("layer_types") and is_used):
         rule = "everywhere" if sliding else "nowhere"
-        told.fail("layer_types", f"{_SLIDING!r} {rule}, as sliding_window says", types)
+        fields.fail("layer_types", f"{_SLIDING!r} {rule}, as sliding_window says", types)
     return window, given
 
 
@@ -215,36 +215,36 @@ def config_to_hf(config: TransformerConfig, model_type: str = "llama") -> dict[s
     if model_type == "phi3":
         rope["partial_rotary_factor"] = config.rope_dim / config.head_dim
     act = {"gelu_tanh": "gelu_pytorch_tanh"}.get(config.hidden_act, config.hidden_act)
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model_type": model_type,
         **{name: getattr(config, name) for name in _PLAIN},
         "max_position_embeddings": config.max_position_embeddings,
         "initializer_range": config.initializer_range,
     }
     if model_type == "bert":
-        told |= {"hidden_act": act, "layer_norm_eps": config.norm_eps, "type_vocab_size": config.type_vocab_size}
-        told |= {"hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": config.attention_dropout}
+        result |= {"hidden_act": act, "layer_norm_eps": config.norm_eps, "type_vocab_size": config.type_vocab_size}
+        result |= {"hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": config.attention_dropout}
     else:
-        told |= {"hidden_activation" if model_type == "gemma3_text" else "hidden_act": act}
-        told |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-        told |= {"rms_norm_eps": config.norm_eps, "tie_word_embeddings": config.tie_word_embeddings}
-        told |= {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias, "rope_parameters": rope}
-        told |= {"attention_dropout": config.attention_dropout, "sliding_window": config.sliding_window}
+        result |= {"hidden_activation" if model_type == "gemma3_text" else "hidden_act": act}
+        result |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+        result |= {"rms_norm_eps": config.norm_eps, "tie_word_embeddings": config.tie_word_embeddings}
+        result |= {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias, "rope_parameters": rope}
+        result |= {"attention_dropout": config.attention_dropout, "sliding_window": config.sliding_window}
         if model_type not in {"llama", "mistral", "phi3"}:
-            told["use_sliding_window"] = bool(config.sliding_layers)
+            result["use_sliding_window"] = bool(config.sliding_layers)
             sliding = frozenset(config.sliding_layers)
             kinds = ("full_attention", "sliding_attention")
-            told["layer_types"] = [kinds[layer in sliding] for layer in range(config.num_hidden_layers)]
+            result["layer_types"] = [kinds[layer in sliding] for layer in range(config.num_hidden_layers)]
         if model_type == "gemma3_text":
-            told["query_pre_attn_scalar"] = round((config.attention_scale or config.head_dim**-0.5) ** -2)
+            result["query_pre_attn_scalar"] = round((config.attention_scale or config.head_dim**-0.5) ** -2)
             local = {"rope_type": "default", "rope_theta": config.local_rope_theta or config.rope_theta}
-            told["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+            result["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
         if model_type == "phi3":
-            told["resid_pdrop"] = config.dropout
-            told |= {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}
+            result["resid_pdrop"] = config.dropout
+            result |= {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}
         if model_type == "smollm3":
-            told["no_rope_layers"] = [int(i not in config.no_rope_layers) for i in range(config.num_hidden_layers)]
-    again = config_from_hf(told)
+            result["no_rope_layers"] = [int(i not in config.no_rope_layers) for i in range(config.num_hidden_layers)]
+    again = config_from_hf(result)
     changed = [
         field.name
         for field in attrs.fields(TransformerConfig)
@@ -253,7 +253,7 @@ def config_to_hf(config: TransformerConfig, model_type: str = "llama") -> dict[s
     if changed:
         rule = f"a kind that has this config's {', '.join(changed)}"
         raise ConfigError("to_hf", name="model_type", rule=rule, value=model_type)
-    return told
+    return result
 
 
 def _alike(one: object, other: object) -> bool:

@@ -35,7 +35,7 @@ def from_hf_name(name: str, config: TransformerConfig) -> str:
         for theirs, ours in _BERT:
             name = re.sub(rf"(^|\.){re.escape(theirs)}\.", rf"\1{ours}.", name)
         return name
-    if config.norm_position == "pre":  # there, this one stands before the feed-forward part
+    if config.norm_position == "pre":  # there, this one precedes the feed-forward part
         return name.replace(".post_attention_layernorm.", ".pre_feedforward_layernorm.")
     return name
 

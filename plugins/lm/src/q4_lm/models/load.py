@@ -1,6 +1,6 @@
 """Loading of an opened checkpoint's tensors into a model that was built without any.
 
-Each tensor is asked for with its shape, and what nobody asked for is an error in the end: the model would lack a part.
+Each tensor is requested with its shape. One that was never requested is an error: the model would lack a part.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class _Loader:
             for name in names:
                 if problem.key in {name, name.removesuffix(".weight")}:
                     self._fail(name, problem.rule, problem.value)
-        told = f"{len(names)} missing: {', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''}"
-        self._fail(names[0], "present", told, "The file holds a part of the model, or is damaged.")
+        found = f"{len(names)} missing: {', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''}"
+        self._fail(names[0], "present", found, "The file holds a part of the model, or is damaged.")
 
     def _dense(self, ours: str, shape: tuple[int, ...]) -> torch.Tensor:
         name = self._left.pop(ours)
@@ -198,5 +198,5 @@ class _Loader:
         if self._left:
             names = sorted(self._left.values())
             hint = "The model has parts that this version does not compute; its answers would be wrong."
-            told = f"{len(names)} unknown: {', '.join(names[:_NAMED])}"
-            self._fail(names[0], "one that the architecture knows", told, hint)
+            found = f"{len(names)} unknown: {', '.join(names[:_NAMED])}"
+            self._fail(names[0], "one that the architecture knows", found, hint)

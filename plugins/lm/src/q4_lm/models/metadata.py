@@ -1,4 +1,4 @@
-"""Typed access to a model file's metadata: a value is there, of its kind and in range, or an error says why not."""
+"""Typed access to a model file's metadata: each value is checked for presence, type and range."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Metadata:
         raise CheckpointError("model", name=f"tensor {name!r}", rule=rule, value=value, where=self.where)
 
     def pass_over(self, *keys: str) -> None:
-        """Count keys as read: beside what the others say, they change nothing that is computed."""
+        """Count keys as read: with the others given, they change nothing that is computed."""
         self._asked.update(keys)
 
     def refuse_unread(self, prefix: str, *, idle: Collection[str]) -> None:
-        """Refuse a key that nobody has asked for: what it says would not be computed.
+        """Refuse a key that was not read: what it says would not be computed.
 
         Args:
-            prefix: Beginning of the keys that are meant, such as ``"llama."``.
-            idle: Keys behind the prefix that change nothing that is computed.
+            prefix: Beginning of the keys to check, such as ``"llama."``.
+            idle: Keys, without the prefix, that change nothing that is computed.
 
         Raises:
             CheckpointError: There is one.
@@ -62,7 +62,7 @@ class Metadata:
         for key in self._values:
             if key.startswith(prefix) and key not in self._asked and key.removeprefix(prefix) not in idle:
                 hint = "What this key says is not computed here; the model's answers would be wrong."
-                self.fail(key, "one that this architecture is served with", self._values[key], hint)
+                self.fail(key, "one that this architecture supports", self._values[key], hint)
 
     def _get(self, key: str, default: _T) -> Any | _T:
         self._asked.add(key)

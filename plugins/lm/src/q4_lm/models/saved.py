@@ -30,7 +30,7 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     Args:
         model: A decoder or an encoder, or a model that ``q4_nn.save_model`` takes. Float layers keep their dtype,
             packed ones their bytes: codes, scales and layout.
-        folder: Where; files of an older model there give way.
+        folder: Where; files of an older model there are replaced.
 
     Returns:
         The safetensors file.
@@ -57,10 +57,10 @@ def load_model(path: str | os.PathLike[str], session: q4.Session | None = None) 
         ``TransformerDecoder`` or ``TransformerEncoder``, or the ``nn.Sequential`` of a description.
 
     Raises:
-        CheckpointError: A file is missing or malformed, the kind of model is not served, or tensors are missing, not
+        CheckpointError: A file is missing or malformed, the kind of model is not supported, or tensors are missing, not
             expected, or of another shape; it names them.
-        ConfigError: What ``config.json`` tells is not legal.
-        BackendUnavailableError, PolicyConflictError, UnknownBackendError: Nothing may serve a layer.
+        ConfigError: A value of ``config.json`` is not legal.
+        BackendUnavailableError, PolicyConflictError, UnknownBackendError: No backend can run a layer.
     """
     session = q4.default_session() if session is None else session
     if not Path(path).is_dir():

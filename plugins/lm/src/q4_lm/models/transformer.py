@@ -40,7 +40,7 @@ class TransformerBlock(nn.Module):
     """Attention and a feed-forward part, each with its norms, each added to what came in.
 
     Parts: ``self_attn``, ``mlp``, and the norms that ``norm_position`` asks for: ``input_layernorm`` and
-    ``pre_feedforward_layernorm`` (before), ``post_attention_layernorm`` and ``post_feedforward_layernorm`` (behind).
+    ``pre_feedforward_layernorm`` (before), ``post_attention_layernorm`` and ``post_feedforward_layernorm`` (after).
 
     Args:
         config: Sizes and options.
@@ -93,7 +93,7 @@ class TransformerBlock(nn.Module):
         return self._add(x, self.mlp(y), self.post_feedforward_layernorm)
 
     def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | None = None) -> Value:
-        """Emit one token of one sequence behind those of a cache."""
+        """Emit one token of one sequence, after those of a cache."""
         y = x if self.input_layernorm is None else builder.emit(self.input_layernorm, x)
         x = self._emit_add(builder, x, builder.emit(self.self_attn, y, cache=cache), self.post_attention_layernorm)
         y = x if self.pre_feedforward_layernorm is None else builder.emit(self.pre_feedforward_layernorm, x)
@@ -254,7 +254,7 @@ class TransformerDecoder(_Transformer):
         )
 
     def emit_program(self, builder: ProgramBuilder, tokens: Value, *, cache: CachePlaces | None = None) -> Value:
-        """Emit the logits [1, vocabulary] of one token [1] of one sequence behind those of a cache."""
+        """Emit the logits [1, vocabulary] of one token [1] of one sequence, after those of a cache."""
         if cache is None:
             builder.refuse("a decoder is emitted for one token at a time, over a cache")
         x: Value = builder.emit(self.embed_tokens, tokens)
@@ -278,7 +278,7 @@ class TransformerDecoder(_Transformer):
         """Return logits [B, T, vocabulary], or [B, 1, vocabulary] of the last tokens alone.
 
         Args:
-            tokens: int64 [B, T], the tokens behind those in the cache.
+            tokens: int64 [B, T], the tokens after those in the cache.
             cache: From ``make_cache``; takes the tokens' keys and values. None in training.
             allowed: bool [B, T]: which tokens are not padding; without a cache.
             last_only: Whether only the last token's logits are wanted.

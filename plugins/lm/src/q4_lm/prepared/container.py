@@ -70,7 +70,7 @@ def lock(descriptor: int) -> bool:
 def write_container(
     path: Path, header: dict[str, Any], tensors: Sequence[torch.Tensor], before: Callable[[int], object] | None = None
 ) -> int:
-    """Write a container whole or not at all, and return its size; one that is there gives way to it.
+    """Write a container whole or not at all, and return its size; an existing one is replaced.
 
     The temporary file is locked while its writer lives, and a lock ends with its process.
 
@@ -97,8 +97,8 @@ def write_container(
         return json.dumps({**header, "size": f"{size:016d}", "tensors": entries}, ensure_ascii=False).encode()
 
     start = _aligned(_HEAD.size + len(text(0)))
-    told = text(start + at)
-    head = _HEAD.pack(_MAGIC, len(told), hashlib.sha256(told).digest()) + told
+    encoded = text(start + at)
+    head = _HEAD.pack(_MAGIC, len(encoded), hashlib.sha256(encoded).digest()) + encoded
     if before is not None:
         before(start + at)
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}{TEMPORARY}")
@@ -135,7 +135,7 @@ class Container:
     Raises:
         CheckpointError: It is no such file, of another version or owner, cut short, or its header is damaged.
         FileNotFoundError: There is none.
-        OSError: The system won't give it.
+        OSError: The system can't open or map it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,10 +153,10 @@ class Container:
             _, length, digest = _HEAD.unpack(head)
             if length > min(facts.st_size, _MOST_HEADER_BYTES):
                 self._fail("header", f"inside the file of {facts.st_size} bytes", length)
-            told = file.read(length)
-            if hashlib.sha256(told).digest() != digest:
-                self._fail("header", "of the digest that stands before it", "another one")
-            self.header: dict[str, Any] = json.loads(told)
+            encoded = file.read(length)
+            if hashlib.sha256(encoded).digest() != digest:
+                self._fail("header", "of the digest before it", "another one")
+            self.header: dict[str, Any] = json.loads(encoded)
             self.nbytes = facts.st_size
             if int(self.header["size"]) != facts.st_size:
                 self._fail("size", f"{int(self.header['size'])} bytes", facts.st_size)

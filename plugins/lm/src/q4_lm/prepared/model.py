@@ -27,16 +27,16 @@ __all__ = ["export_layers", "export_model", "restore_layers", "restore_model"]
 
 @attrs.define(eq=False)
 class _Tensors:
-    """The tensors of a file; one that is met again is kept once."""
+    """The tensors of a file; one that is met again is stored once."""
 
-    kept: list[torch.Tensor] = attrs.field(factory=list)
+    stored: list[torch.Tensor] = attrs.field(factory=list)
     numbers: dict[Any, int] = attrs.field(factory=dict)
 
     def add(self, tensor: torch.Tensor) -> int:
         key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()) if tensor.numel() else id(tensor)
         if key not in self.numbers:
-            self.numbers[key] = len(self.kept)
-            self.kept.append(tensor.detach().contiguous())
+            self.numbers[key] = len(self.stored)
+            self.stored.append(tensor.detach().contiguous())
         return self.numbers[key]
 
 
@@ -54,7 +54,7 @@ def export_model(model: Transformer) -> tuple[dict[str, Any], list[torch.Tensor]
     embeddings: dict[str, str] = {}
     dense: dict[str, int] = {}
     plain = dict(empty_transformer(model.config).named_modules(remove_duplicate=False))
-    told = _export(layers, tensors)
+    exported = _export(layers, tensors)
     for path, module in modules.items():
         if path in layers:
             continue
@@ -69,47 +69,47 @@ def export_model(model: Transformer) -> tuple[dict[str, Any], list[torch.Tensor]
     factors = next((module.factors for module in model.modules() if isinstance(module, RotaryEmbedding)), None)
     header = {
         "config": model.config.to_dict(),
-        **told,
+        **exported,
         "joined": joined,
         "embeddings": embeddings,
         "dense": dense,
         "factors": None if factors is None else tensors.add(factors),
     }
-    return header, tensors.kept
+    return header, tensors.stored
 
 
 def export_layers(layers: Mapping[str, Q4Linear]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Return prepared layers by their names, as what JSON holds and tensors that ``restore_layers`` takes up again.
+    """Return prepared layers by their names, as what JSON holds and tensors that ``restore_layers`` reads.
 
     Raises:
         LifecycleError: One can't be stored: its backend does not describe its layout, or it is not on the CPU.
     """
     tensors = _Tensors()
-    return _export(layers, tensors), tensors.kept
+    return _export(layers, tensors), tensors.stored
 
 
 def _export(layers: Mapping[str, Q4Linear], tensors: _Tensors) -> dict[str, Any]:
     """Return layers, each once, and which of them has which names."""
     numbers: dict[int, int] = {}
     kinds: list[dict[str, Any]] = []
-    told: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for layer in layers.values():
         if id(layer) not in numbers:
-            numbers[id(layer)] = len(told)
-            told.append(_export_layer(layer, kinds, tensors))
-    return {"kinds": kinds, "layers": told, "places": {name: numbers[id(layer)] for name, layer in layers.items()}}
+            numbers[id(layer)] = len(entries)
+            entries.append(_export_layer(layer, kinds, tensors))
+    return {"kinds": kinds, "layers": entries, "places": {name: numbers[id(layer)] for name, layer in layers.items()}}
 
 
 def _export_layer(layer: Q4Linear, kinds: list[dict[str, Any]], tensors: _Tensors) -> dict[str, Any]:
-    """Return one layer; what layers of one shape share stands once among the kinds."""
+    """Return one layer; what layers of one shape share is stored once among the kinds."""
     header, prepared = export_prepared(layer)
     if layer.device.type != "cpu":
         raise LifecycleError(f"layer {layer.name!r} can't be stored: it is on {layer.device}")
     own = {"name": header.pop("name"), "notes": list(header.pop("notes"))}
     if header not in kinds:
         kinds.append(header)
-    told = {"kind": kinds.index(header), "tensors": [tensors.add(item) for item in prepared], **own}
-    return told | {"bias": None if layer.bias is None else tensors.add(layer.bias)}
+    entry = {"kind": kinds.index(header), "tensors": [tensors.add(item) for item in prepared], **own}
+    return entry | {"bias": None if layer.bias is None else tensors.add(layer.bias)}
 
 
 def restore_layers(header: dict[str, Any], container: Container, session: Session) -> dict[str, Q4Linear]:
@@ -121,10 +121,10 @@ def restore_layers(header: dict[str, Any], container: Container, session: Sessio
 def _restored(header: dict[str, Any], tensors: Sequence[torch.Tensor], session: Session) -> dict[str, Q4Linear]:
     """Return the layers by their names; a bias is a tensor of the file as it is."""
     layers = []
-    for told in header["layers"]:
-        whole = {**header["kinds"][told["kind"]], "name": told["name"], "notes": told["notes"]}
-        bias = None if told["bias"] is None else tensors[told["bias"]]
-        layers.append(adopt_prepared(whole, [tensors[index] for index in told["tensors"]], session, bias=bias))
+    for entry in header["layers"]:
+        whole = {**header["kinds"][entry["kind"]], "name": entry["name"], "notes": entry["notes"]}
+        bias = None if entry["bias"] is None else tensors[entry["bias"]]
+        layers.append(adopt_prepared(whole, [tensors[index] for index in entry["tensors"]], session, bias=bias))
     return {name: layers[number] for name, number in header["places"].items()}
 
 
@@ -132,7 +132,7 @@ def restore_model(header: dict[str, Any], container: Container, session: Session
     """Return the model of ``export_model``, over the container's mapped tensors, in evaluation mode.
 
     Raises:
-        LifecycleError: A layer was prepared for something else than what serves the session here.
+        LifecycleError: A layer was prepared for another backend than the one that the session selects here.
         CheckpointError, ConfigError, KeyError, TypeError, ValueError, IndexError, AttributeError: The header is not one
             that ``export_model`` gave.
     """

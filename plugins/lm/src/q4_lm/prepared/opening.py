@@ -1,4 +1,4 @@
-"""Opening through the cache: a file that fits is mapped, any other is made anew; no opening fails for it."""
+"""Opening through the cache: a file that fits is mapped, any other is written again; no opening fails for it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 __all__ = ["CacheWarning", "CachedModel", "open_folder", "opening"]
 
 _T = TypeVar("_T")
-_VERSION = 3
+_VERSION = 4
 _HEAD_BYTES = 1 << 18
 _OPTIONS = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
 _IGNORED = {"Q4_LOG", "Q4_CACHE", "Q4_CACHE_LIMIT"}
 """Variables that change nothing of what is prepared; the others, such as ``Q4_CPU_ISA``, are part of the key."""
 _DAMAGE = (q4.Q4Error, OSError, KeyError, TypeError, ValueError, IndexError, AttributeError)
-"""What a header that is not ours can raise; a digest stands before it, so it takes malice or another version."""
+"""What a header that is not ours can raise; a digest guards it, so it takes malice or another version."""
 
 
 class CacheWarning(q4.Q4Warning):
@@ -58,7 +58,7 @@ class CachedModel:
         session: What its layers are prepared under.
         export: What is stored of a model: what JSON holds, and tensors. A ``LifecycleError`` says that it can't be.
         restore: The model again, of the header, the open file and the session.
-        asked: What else the source is read by; another model lies beside it, and never in its place.
+        asked: Further options that the source is read with; each choice of them has a file of its own.
         software: Versions of what else takes part in reading; another one makes the file stale.
     """
 
@@ -77,12 +77,12 @@ class CachedModel:
     @property
     def path(self) -> Path:
         """Where the model's file is, whether or not there is one."""
-        told = {key: value for key, value in os.environ.items() if key.startswith("Q4_") and key not in _IGNORED}
-        key = {"source": str(self.source.resolve()), "machine": _machine(), "environment": told}
+        environment = {key: value for key, value in os.environ.items() if key.startswith("Q4_") and key not in _IGNORED}
+        key = {"source": str(self.source.resolve()), "machine": _machine(), "environment": environment}
         return self.store.path_of({**key, **self._options()})
 
     def _is_served(self) -> bool:
-        """Return whether what is asked for may lie in a mapped file: unified memory is memory of its own."""
+        """Return whether a mapped file fits the requested memory: unified memory is allocated separately."""
         policy = q4.resolve_config(self.session.config).unified_memory
         if policy in {None, q4.UnifiedMemoryPolicy.DISABLED}:
             return True
@@ -101,7 +101,7 @@ class CachedModel:
         software |= self.software
         return {
             "source": _identity(self.source),
-            "wishes": self._options(),
+            "options": self._options(),
             "software": software,
             "machine": _machine(),
         }
@@ -125,12 +125,12 @@ class CachedModel:
             _give_memory_back()
 
     def _restored(self, container: Container, use: Callable[[Any, dict[str, Any], memoryview], _T]) -> _T | None:
-        facts, told = self._before or {}, container.header
-        if told["facts"] != facts:
-            self._warn(container.path, f"is stale: {_changes(told['facts'], facts)}")
+        facts, header = self._before or {}, container.header
+        if header["facts"] != facts:
+            self._warn(container.path, f"is stale: {_changes(header['facts'], facts)}")
             return None
-        text = container.checked_bytes(told["text"])
-        found = use(self.restore(told["model"], container, self.session), told["extra"], text)
+        text = container.checked_bytes(header["text"])
+        found = use(self.restore(header["model"], container, self.session), header["extra"], text)
         self._emit("opened", bytes=container.nbytes)
         return found
 
@@ -140,21 +140,21 @@ class CachedModel:
         Args:
             model: The model, prepared.
             extra: What else to store, as what JSON holds.
-            text: JSON that whoever opens the file may need later, or never.
+            text: JSON that is parsed only when it is needed.
         """
         path = self.path
         if not self._is_served():
             return
         try:
-            header, tensors = self.export(model)
+            model_header, tensors = self.export(model)
             state = "not cached: the source changed while it was read"
             if self._facts() == self._before:
-                told = {"facts": self._before, "model": header, "extra": extra, "text": len(tensors)}
-                self.store.write(path, told, [*tensors, torch.frombuffer(bytearray(text), dtype=torch.uint8)])
+                header = {"facts": self._before, "model": model_header, "extra": extra, "text": len(tensors)}
+                self.store.write(path, header, [*tensors, torch.frombuffer(bytearray(text), dtype=torch.uint8)])
                 state = "written"
         except q4.LifecycleError as error:  # such as a backend that keeps nothing on disk, which is no fault
             self._emit(f"not cached: {error}")
-        except (OSError, q4.CheckpointError) as error:  # the latter of a file beside the weights that can't be read
+        except (OSError, q4.CheckpointError) as error:  # the latter of a file next to the weights that can't be read
             self._warn(path, f"can't be written: {error}")
         else:
             self._emit(state)
@@ -182,7 +182,7 @@ def opening(
 
 
 def open_folder(folder: Path, session: q4.Session, cached: CachedModel | None) -> tuple[nn.Module, Tokenizer]:
-    """Return the model and the tokenizer of a folder: mapped where its file is in the cache, else loaded, and kept.
+    """Return the model and the tokenizer of a folder: mapped where its file is in the cache, else loaded, and cached.
 
     Raises:
         CheckpointError: There is no tokenizer, or it can't be read; else as ``load_model``.
@@ -232,7 +232,7 @@ def _identity(source: Path) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def _paused_collection() -> Iterator[None]:
-    """Keep Python from looking for garbage meanwhile: it would walk all that imports made, a third of an opening."""
+    """Pause Python's garbage collection: it would walk all that imports made, a third of an opening."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

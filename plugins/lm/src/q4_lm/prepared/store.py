@@ -1,4 +1,4 @@
-"""The cache's folder: where a model's file is, which ones there are, and which give way when it is full."""
+"""The cache's folder: paths of models' files, their list, and eviction when the folder is full."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def open_store(cache: str | os.PathLike[str] = "auto") -> Store | None:
-    """Return the cache that is meant, or None for none; nothing is made yet.
+    """Return the cache of a name, or None for no cache; no folder is made yet.
 
     Args:
         cache: ``"off"``; a folder; or ``"auto"``: the folder in ``Q4_CACHE``, none where that is ``off``, and
@@ -43,22 +43,22 @@ def open_store(cache: str | os.PathLike[str] = "auto") -> Store | None:
         ConfigError: ``cache`` is something else, or below the home folder of a user who has none; or
             ``Q4_CACHE_LIMIT`` is no size such as 20GB.
     """
-    told = os.fspath(cache) if isinstance(cache, (str, os.PathLike)) else ""
-    if not told or "\0" in told:
+    given = os.fspath(cache) if isinstance(cache, (str, os.PathLike)) else ""
+    if not given or "\0" in given:
         raise ConfigError("cache", name="cache", rule="'auto', 'off' or a folder", value=cache)
-    if told == "auto":
-        told = os.environ.get("Q4_CACHE") or "auto"
-    if told == "off":
+    if given == "auto":
+        given = os.environ.get("Q4_CACHE") or "auto"
+    if given == "off":
         return None
-    told_limit = os.environ.get("Q4_CACHE_LIMIT")
-    limit = parse_size("Q4_CACHE_LIMIT", told_limit) if told_limit else _LIMIT_BYTES
+    given_limit = os.environ.get("Q4_CACHE_LIMIT")
+    limit = parse_size("Q4_CACHE_LIMIT", given_limit) if given_limit else _LIMIT_BYTES
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")  # noqa: PTH118  # expanded below
     try:
-        return Store(Path(told).expanduser() if told != "auto" else Path(home).expanduser() / "q4core", limit)
+        return Store(Path(given).expanduser() if given != "auto" else Path(home).expanduser() / "q4core", limit)
     except RuntimeError:  # neither HOME nor an entry of this user, as in containers
-        if told == "auto":
+        if given == "auto":
             return None
-        raise ConfigError("cache", name="cache", rule="a folder; '~' is unknown here", value=told) from None
+        raise ConfigError("cache", name="cache", rule="a folder; '~' is unknown here", value=given) from None
 
 
 def parse_size(name: str, text: str) -> int:
@@ -121,7 +121,7 @@ class Store:
         """
         container = Container(path)
         with contextlib.suppress(OSError):
-            os.utime(path)  # whoever reads a file to verify it moves its time of access, not this one
+            os.utime(path)  # verification changes a file's time of access, not this one
         return container
 
     def write(self, path: Path, header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
@@ -144,7 +144,7 @@ class Store:
         """Remove the least recently used files until the others take at most so many bytes, and return those.
 
         What killed writers left goes as well. Processes that have a removed file mapped keep it until they close it.
-        ``keep`` and what is being written count for nothing and stay.
+        ``keep`` and files that are being written are neither counted nor removed.
         """
         left, removed = limit_bytes, []
         for entry in self.entries():
@@ -159,9 +159,9 @@ class Store:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return whether the writer of a temporary file lives no longer: its lock is free, or an hour has passed.
+    """Return whether the writer of a temporary file has ended: its lock is free, or an hour has passed.
 
-    A writer locks its file before it puts anything in, so an empty one may be somebody's.
+    A writer locks its file before it writes anything, so an empty file may have a writer.
     """
     facts = path.lstat()
     if time.time() - facts.st_mtime > _ABANDONED_SECONDS:

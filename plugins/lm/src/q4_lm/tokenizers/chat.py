@@ -1,4 +1,4 @@
-"""Chat templates: turns messages into the text that a model was trained on, in a sandbox.
+"""Chat templates: rendering of messages as the text that a model was trained on, in a sandbox.
 
 The environment is the one that model authors write for: trimmed blocks, loop controls, a ``generation`` block, the
 functions ``raise_exception`` and ``strftime_now``, and the filter ``tojson``. A template comes with a file from

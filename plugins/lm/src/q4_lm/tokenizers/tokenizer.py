@@ -1,6 +1,6 @@
-"""``Tokenizer``, over the package ``tokenizers``, and the one that a GGUF file describes.
+"""``Tokenizer``, over the package ``tokenizers``, and the tokenizer of a GGUF file.
 
-Of GGUF vocabularies byte-level BPE is served (``tokenizer.ggml.model`` = ``gpt2``): texts are bytes, each byte is
+Of GGUF vocabularies byte-level BPE is supported (``tokenizer.ggml.model`` = ``gpt2``): texts are bytes, each byte is
 written as one visible character, and merges join them.
 
 Reference:
@@ -33,7 +33,7 @@ _WORDS_LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 _END_TEXTS = frozenset({"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>"})
-"""Control tokens that end a text or a turn in every model that has them, whatever ``eos_token_id`` says."""
+"""Control tokens that end a text or a turn in every model that has them, independent of ``eos_token_id``."""
 
 
 @attrs.frozen
@@ -42,7 +42,7 @@ class _Recipe:
 
     Args:
         words: Regular expression of a word; None for GPT-2's own.
-        single_digits: Whether each digit stands alone.
+        single_digits: Whether each digit is a word of its own.
         nfc: Whether texts are normalised to NFC first.
         ignore_merges: Whether a word that is in the vocabulary stays whole.
         add_bos: Whether a text starts with BOS where the file does not say.
@@ -83,7 +83,7 @@ class Tokenizer:
 
     @property
     def ends(self) -> dict[str, Any]:
-        """What it is made of beside its engine, as what JSON holds."""
+        """Its arguments other than the engine, as what JSON holds."""
         return {"bos": self.bos, "add_bos": self.add_bos, "stops": sorted(self.stops)}
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class Tokenizer:
         return text
 
     def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
-        """Return the token numbers of a text; control tokens that stand in it are recognised.
+        """Return the token numbers of a text; control tokens in it are recognised.
 
         Args:
             text: Any text.
@@ -124,7 +124,7 @@ class Tokenizer:
         return [self.bos, *numbers] if wanted and self.bos is not None else numbers
 
     def encode_whole(self, text: str) -> list[int]:
-        """Return the token numbers of a text with whatever the tokenizer puts round it, such as [CLS] and [SEP]."""
+        """Return the token numbers of a text, with those that the tokenizer adds, such as [CLS] and [SEP]."""
         numbers: list[int] = self._engine.encode(text, add_special_tokens=True).ids
         return numbers
 
@@ -226,13 +226,15 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     """Return the vocabulary that a model file's metadata describes.
 
     Raises:
-        CheckpointError: The kind of vocabulary or the pre-tokeniser is not served, a key is missing, or the tokens,
+        CheckpointError: The kind of vocabulary or the pre-tokeniser is not supported, a key is missing, or the tokens,
             types, merges and numbers contradict each other.
     """
     model = metadata.text("tokenizer.ggml.model")
     if model != "gpt2":
-        hint = "q4_lm.load_model opens the model alone; its Hugging Face folder has a tokenizer.json, which is served."
-        metadata.fail("tokenizer.ggml.model", "'gpt2' (byte-level BPE), the only kind that is served", model, hint)
+        hint = (
+            "q4_lm.load_model opens the model alone; its Hugging Face folder has a tokenizer.json, which is supported."
+        )
+        metadata.fail("tokenizer.ggml.model", "'gpt2' (byte-level BPE), the only kind that is supported", model, hint)
     pre = metadata.text("tokenizer.ggml.pre", default="gpt-2")
     if pre not in _RECIPES:
         metadata.fail("tokenizer.ggml.pre", f"one of {', '.join(sorted(_RECIPES))}", pre)
