@@ -1,4 +1,4 @@
-"""Networks of actors: each population's state is a tensor that all share, and its version is the clock."""
+"""Networks of actors: each population's state is a shared tensor, and its version is the clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ActorNetwork"]
 
 _POLL_S = 0.5
-"""How often whoever waits checks that the others are alive."""
+"""Interval at which a waiting side checks that the others are alive."""
 
 
 @attrs.frozen(eq=False)
@@ -70,7 +70,7 @@ class _Worker(Actor):
     """Advances some populations by one step for each message, which is the number of the step.
 
     A message may come twice, after a restart or where sources are late: a population that has done the step is not
-    advanced again. An actor waits for nobody who may be dead, so that it can be stopped.
+    advanced again. An actor waits for others with a timeout, so that it can be stopped.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class _Worker(Actor):
 
 
 def _output(state: torch.Tensor, rows: int, step: int) -> torch.Tensor:
-    """Return what a population gave in a step, where it lies: behind its state, in a ring."""
+    """Return a view of a population's output in a step: after its state, in a ring."""
     return state[rows + step % (len(state) - rows)]
 
 
@@ -167,11 +167,12 @@ class ActorNetwork:
     A population's state and what it gave last are one shared tensor, and one update of it is one step. So the result
     does not depend on how many actors there are, who is late, or who is killed and restarted. Packed layers of
     projections are shared; neurons, and synapses that are not packed, are copied. ``system.checkpoint`` between two
-    runs holds everything; with ``ActorSystem(resume=…)`` a network of equal neurons and weights goes on from there.
+    runs holds everything; with ``ActorSystem(resume=…)`` a network of equal neurons and weights resumes from there.
 
     Args:
-        network: It is not changed, and later changes of it don't count. Its projections may be of any class with what
-            ``Synapses`` names.
+        network: It is not changed, and later changes of it have no effect. Its projections may be of any class with
+            the attributes of ``Synapses``. Processes get them pickled, hooks included: a projection with a hook that
+            can't be pickled, such as a local function or a lambda, needs actors on threads.
         system: Runs the actors and holds the tensors, named as the populations.
         batch: B of what it will be given.
         actors: How many, at most one for each population with neurons.
@@ -184,6 +185,7 @@ class ActorNetwork:
             population's name is taken in the system, or its checkpoint has steps of these populations that are not of
             one run.
         InputError: The checkpoint is of other neurons or weights, or of another batch.
+        MessageError: Actors are processes, and a projection or one of its hooks can't be pickled.
         UnifiedMemoryError: Required, and impossible.
     """
 
@@ -214,7 +216,7 @@ class ActorNetwork:
             if population.neuron is not None:
                 parts[name] = _Part(copy.deepcopy(population), len(states), into)
         versions = {name: tensor.version for name, tensor in self._tensors.items()}
-        if max(versions.values()) > self.clock + 1:  # nobody is two steps ahead
+        if max(versions.values()) > self.clock + 1:  # no population is two steps ahead
             hint = "Resume from a checkpoint of a network with these populations."
             raise ConfigError("ActorNetwork", name="steps", rule="those of one run", value=versions, hint=hint)
         is_apart = home.type == "cpu" and any(tensor.device.type != "cpu" for tensor in self._tensors.values())
@@ -244,7 +246,7 @@ class ActorNetwork:
             rule, value = f"{row.dtype} on {row.device}", f"{coming.dtype} on {coming.device}"
             raise ConfigError(f"projection {item.name!r}", name="coming", rule=rule, value=value)
         copied = copy.deepcopy(item, {id(layer): nn.Identity() for layer in packed.values()})
-        shared = {id(layer): self._share_layer(layer) for layer in packed.values()}  # once, whatever its names
+        shared = {id(layer): self._share_layer(layer) for layer in packed.values()}  # once, however many names it has
         layers = {name: shared[id(layer)] for name, layer in packed.items()}
         return _Shared(copied, layers, None if coming is None else tuple(coming.shape))
 
@@ -304,7 +306,7 @@ class ActorNetwork:
         return {name: torch.stack(steps) for name, steps in found.items()}
 
     def _step(self, step: int, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Run one step of all: inputs come when all have done the last one, so nobody is two steps ahead."""
+        """Run one step of all: inputs are written when all have done the last one, so none is two steps ahead."""
         for name, value in inputs.items():
             if self._tensors[name].version < step:
                 with self._tensors[name].write(wait=True, device=self._side) as state:
@@ -314,6 +316,6 @@ class ActorNetwork:
         for tensor in self._tensors.values():
             while not tensor.wait(step, timeout=_POLL_S):
                 self._system.check()
-                for actor in self._actors:  # who failed has lost the message, and who gave up waiting needs another
+                for actor in self._actors:  # one that failed has lost the message, one that timed out needs another
                     with contextlib.suppress(MailboxFullError):
                         actor.tell(step, timeout=0)

@@ -1,4 +1,4 @@
-"""The graph of populations and projections: who feeds whom, and the order of a step."""
+"""The graph of populations and projections: sources, targets, and the order of a step."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def advance(
         arrivals: One for each projection into it; the next is asked for when the last one was used.
         state: Its state before the step; empty to begin at rest.
         rest: [B, …] of the dtype and on the device of the input that it has without projections.
-        clock: How many steps were taken before.
+        clock: Number of steps before this one.
 
     Raises:
         InputError: A projection gives another shape.
@@ -68,7 +68,7 @@ class NetworkState:
         history: Name of a population with delayed projections → what it gave, the last step first, as far back as its
             longest delay needs.
         coming: Name of a projection with ``coming`` → what is on its way there.
-        clock: How many steps were taken.
+        clock: Number of steps so far.
     """
 
     neurons: Mapping[str, tuple[torch.Tensor, ...]]

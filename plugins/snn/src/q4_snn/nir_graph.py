@@ -1,4 +1,4 @@
-"""Graphs of NIR: what leads from one population to another, its delay, and the sizes of populations."""
+"""Graphs of NIR: paths between populations, their delays, and the sizes of populations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The neurons as layer types, so that ``q4_nn.make("lif", …)`` makes them."""
+"""The neurons as layer types, for ``q4_nn.make("lif", …)``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["q4_layers"]
 @hookimpl
 def q4_layers() -> list[LayerType]:
     """Return the neurons: each takes currents [B, n], and returns spikes (or membranes) and its state."""
-    from q4_nn import LayerExample, LayerType  # noqa: PLC0415  # not before somebody asks
+    from q4_nn import LayerExample, LayerType  # noqa: PLC0415  # not before it is needed
     from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF  # noqa: PLC0415  # as above
 
     tau = {"tau_mem": 1e-3}

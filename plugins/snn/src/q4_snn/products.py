@@ -51,7 +51,7 @@ class RunsSpikes(Protocol):
         ...
 
     def spike_limit(self, rows: int) -> float:
-        """Return the share of ones, from 0 to 1, above which the dense product of that many rows is faster."""
+        """Return the share of ones, from 0 to 1, above which the dense product of ``rows`` rows is faster."""
         ...
 
 
@@ -84,8 +84,8 @@ class SpikeRecord(Record):
 class SpikeProduct:
     """``y = x @ wᵀ + bias`` for an x of 0 and 1, at the cost of the ones where these are rare.
 
-    The backend that prepared the layer computes it where it declares spikes and has been proven right; up to the share
-    of ones that it states, which is measured anew in each call. Above that, and where it declares none, the layer's own
+    The backend that prepared the layer computes it where it declares spikes and passed the self-probe; up to the share
+    of ones that it states, which is measured in each call. Above that, and where it declares none, the layer's own
     dense product runs. No gradients are recorded.
 
     Args:
@@ -185,7 +185,7 @@ class SpikeProduct:
         return InputError(f"spikes of layer {self.layer.name!r}", name=name, rule=rule, value=value, hint=_HINT)
 
     def _run(self, handle: LayerHandle, ones: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the product with bool rows [M, K], contiguous, by the way that their number of ones asks for."""
+        """Return the product with bool rows [M, K], contiguous, by the path that their number of ones selects."""
         if self._is_sparse(len(ones), count):
             y = self._run_sparse(handle, ones)
             self.record.sparse += 1

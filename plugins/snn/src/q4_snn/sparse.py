@@ -226,7 +226,7 @@ class SparseProjection(nn.Module):
         """Return populations joined by given numbers of random synapses, among all their neurons.
 
         Weights and delays are normal. A weight has the sign of its mean, and a delay is at least one step: what falls
-        outside is drawn anew.
+        outside is drawn again.
 
         Args:
             sizes: Neurons of each of P populations; indices run through one after the other.

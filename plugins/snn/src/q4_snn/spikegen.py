@@ -1,4 +1,4 @@
-"""Spike generators: numbers in, spikes over time out, time first; as snnTorch's ``spikegen`` defines them."""
+"""Spike generators: spikes over time from numbers, time first; as snnTorch's ``spikegen`` defines them."""
 
 from __future__ import annotations
 

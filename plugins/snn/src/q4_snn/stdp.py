@@ -1,4 +1,4 @@
-"""Spike-timing-dependent plasticity of 4-bit synapses: weights change by local rules, and stay on their grid.
+"""Spike-timing-dependent plasticity of 4-bit synapses: local rules for weights that stay on their grid.
 
 A change is smaller than a step between two levels. So each changed weight moves to one of the two levels round its new
 value, by chance, so that its mean is that value: there is no master in float, and small changes are not lost.

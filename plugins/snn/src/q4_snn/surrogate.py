@@ -1,4 +1,4 @@
-"""Surrogate gradients: a spike is a step forward, and a smooth slope backward, as snnTorch defines them."""
+"""Surrogate gradients: a step forward and a smooth slope backward, as snnTorch defines them."""
 
 from __future__ import annotations
 
