@@ -1,4 +1,4 @@
-"""4-bit models in transformers: any dialect loads by ``from_pretrained``, stays packed, and is saved again."""
+"""4-bit models in transformers: loading by ``from_pretrained`` from any dialect, packed layers, and saving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m q4_transformers PROGRAM …``: run a program whose ``from_pretrained`` loads by q4core."""
+"""``python -m q4_transformers PROGRAM …``: a program whose ``from_pretrained`` loads by q4core."""
 
 from __future__ import annotations
 

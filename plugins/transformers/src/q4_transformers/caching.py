@@ -1,4 +1,4 @@
-"""The packed layers of a model in q4-lm's cache of prepared models: mapped when it is loaded again, and not read."""
+"""The packed layers of a model in q4-lm's cache of prepared models, from which later loads map them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LayerCache:
         return found
 
     def store(self, model: Any, places: Iterable[Place]) -> str:
-        """Write the layers of a loaded model, unless all of them were taken; return what became of the file."""
+        """Write the layers of a loaded model, unless all of them come from it; return the state of the file."""
         if not self._is_whole:
             self.cached.write({_key(place): model.get_submodule(place.module) for place in places}, {})
         return self.cached.state

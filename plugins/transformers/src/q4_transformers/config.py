@@ -49,7 +49,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
 
     def __init__(  # noqa: PLR0913  # one argument per option
         self,
-        format: str | None = None,  # noqa: A002  # the word everywhere here
+        format: str | None = None,  # noqa: A002  # the name everywhere here
         *,
         block_size: int | None = None,
         zero_points: bool = False,

@@ -210,7 +210,7 @@ def place_experts(
     modules = dict(model.named_modules())
     for name in stored:
         hit = _FUSED.fullmatch(name) or _EACH.fullmatch(name)
-        # a release may rename the holder, or no more than what it merges
+        # a release may rename the holder, or only what it merges
         keys = (f"{hit['holder']}.{_DOWN}", f"{name}.weight") if hit else ()
         path = next((path for path in map(names.holder, keys) if path in modules), "")
         if hit and path not in skipped and are_experts(modules[path]):
@@ -250,7 +250,7 @@ def drop_conversions(model: Any) -> None:
     """Make transformers split no merged experts as it saves a model in which each has layers of its own."""
     if has_experts(model):
         conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
-        model._weight_conversions = without_experts(conversions)  # noqa: SLF001  # how transformers remembers them
+        model._weight_conversions = without_experts(conversions)  # noqa: SLF001  # where transformers stores them
 
 
 def is_fused(name: str) -> bool:

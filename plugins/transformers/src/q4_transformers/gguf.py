@@ -1,6 +1,6 @@
 """GGUF files for models of transformers: its own tables of names, q4_lm's reading of the header, and packed weights.
 
-transformers' loader dequantises such a file, and passes over most of what its header says. The header is read by q4_lm
+transformers' loader dequantises such a file, and ignores most of its header. The header is read by q4_lm
 here, and what transformers' model of that kind does not compute is an error. transformers' tables say what the parts
 are called and how the file orders rows of q and k; with these, packed rows are put in order as they are.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["GgufFile", "config_of", "open_gguf"]
 
 _KINDS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma3": "gemma3_text"}
-"""Architecture → transformers' name, where both packages compute it, and its matrices are taken as they are."""
+"""Architecture → transformers' name, where both packages compute it, and its matrices are used unchanged."""
 _PERMUTED = (".attn_q", ".attn_k")
 _TURNED = "rope_freqs.weight"
 _FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")

@@ -26,7 +26,7 @@ _DENSE_ONLY = contextvars.ContextVar("q4_transformers_dense_only", default=False
 
 @contextlib.contextmanager
 def dense_state_only() -> Iterator[None]:
-    """Leave packed weights out of ``state_dict`` inside the block, as whoever saves them writes them in a dialect."""
+    """Leave packed weights out of ``state_dict`` inside the block: saving writes them in a dialect."""
     token = _DENSE_ONLY.set(True)
     try:
         yield
@@ -109,7 +109,7 @@ def _refusal(name: str, layer: HfLinear) -> PackedWeightError:
     return PackedWeightError(f"a packed weight can't be changed in place, and has no {name!r}", hint=hint)
 
 
-class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight answers what is asked of one, and is none
+class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight acts as a parameter, but is none
     """A ``Q4Linear`` that is an ``nn.Linear``, too, and lenient about the dtype of x.
 
     x of another floating-point dtype is cast to the layer's, and the result back: training code keeps norms, and so

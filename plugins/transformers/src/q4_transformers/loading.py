@@ -1,4 +1,4 @@
-"""``load``: model and tokenizer from a folder in one line; ``config_for``: the same by transformers' public API."""
+"""``load``: model and tokenizer of a folder in one call; ``config_for``: the same by transformers' public API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vo
 def config_for(path: str | os.PathLike[str], config: Q4Config | None = None) -> Any:
     """Return a folder's ``AutoConfig`` such that ``from_pretrained(path, config=…)`` loads it by q4core.
 
-    It changes nothing in transformers, whatever library the folder's own entry names.
+    It changes nothing in transformers, also where the folder's own entry names another library.
 
     Args:
         path: A model's folder.
@@ -83,7 +83,7 @@ def load(
 
 
 def _asked(what: str, config: Q4Config | None) -> Q4Config:
-    """Return a copy of what is asked for, or the default; a ``ConfigError`` says that it is something else."""
+    """Return a copy of the requested config, or the default; a ``ConfigError`` rejects anything else."""
     if config is not None and not isinstance(config, Q4Config):
         raise ConfigError(what, name="config", rule="a Q4Config or None", value=type(config).__name__)
     return Q4Config() if config is None else copy.copy(config)

@@ -14,7 +14,7 @@ __all__ = ["Names"]
 class Names:
     """What transformers makes of the checkpoint's names, for one model: renamed, with or without the base's prefix.
 
-    It is asked before modules are replaced, as transformers goes by the model's own state dict. Merged and split
+    It is asked before modules are replaced, as transformers uses the model's own state dict. Merged and split
     tensors (experts, a fused qkv) have no name of their own.
     """
 

@@ -1,4 +1,4 @@
-"""Models split over processes: an error while transformers loads one, before a tensor is loaded.
+"""Models split over processes: an error when transformers loads one, before a tensor is loaded.
 
 transformers hooks layers that are split by rows, so that the results of all processes are summed. It splits parameters,
 and a packed weight is none: each process would add the whole product.

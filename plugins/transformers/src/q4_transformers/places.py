@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _INDEX = ".safetensors.index.json"
-_BESIDE = "in the checkpoint, as other experts of that layer are"
+_LIKE_OTHERS = "in the checkpoint, as other experts of that layer are"
 _PLAIN = ("FalconLinear",)
 """Subclasses of ``nn.Linear`` that compute what it computes, by a forward pass of their own."""
 _EXPERTS = 3
@@ -117,7 +117,7 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[
     problems = [*checkpoint.schema.unsupported, *_cast_problems(checkpoint, names)]
     places: dict[str, Place] = {}
     experts, missing = place_experts(model, checkpoint.schema.layers, names)
-    problems += [Problem("missing_key", path, _BESIDE) for path in missing]
+    problems += [Problem("missing_key", path, _LIKE_OTHERS) for path in missing]
     modules = dict(model.named_modules())
     stored_dense = {names.rename(name) for name in checkpoint.dense}
     reads = weight_reads(model)
@@ -238,7 +238,7 @@ def _dense_experts(model: Any, checkpoint: Checkpoint, names: Names, skipped: Co
         elif info.dtype in FLOATS:
             found[key.removesuffix(".weight")] = key, None
     experts, missing = place_experts(model, found, names, skipped, is_dense=True)
-    raise_unfit(model, checkpoint, [Problem("missing_key", path, _BESIDE) for path in missing])
+    raise_unfit(model, checkpoint, [Problem("missing_key", path, _LIKE_OTHERS) for path in missing])
     places = {}
     for name, path in experts.items():
         key, expert = found[name]

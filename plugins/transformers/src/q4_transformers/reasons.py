@@ -74,7 +74,7 @@ class Reasons:
 def block_size_for(config: Q4Config, columns: int) -> int | None:
     """Return in how many in-features per scale a layer is quantised; None for the format's default.
 
-    No dialect has a short last block of INT4. Where 128 does not divide K, 64 or 32 is taken, else the largest divisor
+    No dialect has a short last block of INT4. Where 128 does not divide K, 64 or 32 is used, else the largest divisor
     from 32, else a row is one block.
     """
     asked: int | None = config.block_size

@@ -1,4 +1,4 @@
-"""Registration in transformers: names that are added, two wrapped methods, and names that are taken over.
+"""Registration in transformers: names that are added, two wrapped methods, and names that are replaced.
 
 Nobody who did not ask for it notices: new names are added (``q4``, and ``modelopt``, which transformers can't load),
 ``merge_quantization_configs`` is passed on unless the caller's configuration is a ``Q4Config``, ``num_parameters`` adds

@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
-    "Qwen2": {},  # biases beside the packed weights
+    "Qwen2": {},  # biases next to the packed weights
     "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4},  # transposed matrices
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
