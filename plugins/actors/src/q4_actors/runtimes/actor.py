@@ -1,4 +1,4 @@
-"""``Actor``, which a user writes, its reference ``ActorRef``, and its life with its restarts."""
+"""``Actor``, which users subclass, its reference ``ActorRef``, and its life cycle with restarts."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ MAX_RESTARTS = 64
 
 
 class Actor:
-    """One that handles messages, one at a time; subclasses write ``on_receive``.
+    """An object that handles messages, one at a time; subclasses implement ``on_receive``.
 
-    Its arguments are what ``spawn`` was given. It is made in its own thread or process, and made anew, with the same
-    arguments, after each failure: what is to outlive one belongs in a shared tensor.
+    Its arguments are those of ``spawn``. It is created in its own thread or process, and again, with the same
+    arguments, after each failure: state that must survive a failure belongs in a shared tensor.
 
     Attributes:
-        name: What ``spawn`` was given; from ``on_start`` on.
+        name: The name given to ``spawn``; set before ``on_start``.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Actor:
         """Handle a message.
 
         Args:
-            message: What was told or asked.
+            message: The message.
 
         Returns:
-            The answer to an ``ask``; dropped after a ``tell``. What is raised goes to whoever asked. After a ``tell``
-            it is a failure: the actor is restarted.
+            The answer to an ``ask``; dropped after a ``tell``. An exception is raised in the caller of ``ask``. After a
+            ``tell`` it is a failure: the actor is restarted.
         """
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class Actor:
 
 
 class ActorRef(abc.ABC):
-    """What others hold of an actor. It may be an argument of another actor, and be sent in messages.
+    """A reference to an actor. It may be an argument of another actor, and be sent in messages.
 
     Attributes:
         name: The actor's.
@@ -81,7 +81,7 @@ class ActorRef(abc.ABC):
 
     @abc.abstractmethod
     def tell(self, message: Any, *, timeout: float | None = None) -> None:
-        """Send a message and wait for no answer.
+        """Send a message without waiting for an answer.
 
         Args:
             message: Not to be changed afterwards. Processes and Ray get a pickled copy.
@@ -110,7 +110,7 @@ class ActorRef(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, *, timeout: float | None = None) -> None:
-        """Let the actor handle what it was sent so far, and end; nothing happens to one that is dead already.
+        """Let the actor handle the messages sent so far, and end; a dead actor is left as it is.
 
         Args:
             timeout: Seconds to wait for its end. A process, or an actor of Ray's, is killed then.
@@ -151,14 +151,14 @@ class ActorRef(abc.ABC):
 
 @attrs.frozen
 class Spec:
-    """What makes an actor, again and again.
+    """The specification from which an actor is created and restarted.
 
     Args:
         kind: The class.
         args: Its arguments.
         named: Its arguments by name.
         name: The actor's.
-        config: The configuration that was the spawner's, and is the actor's.
+        config: The spawner's configuration, which the actor inherits.
     """
 
     kind: type[Actor]
@@ -170,7 +170,7 @@ class Spec:
 
 @attrs.frozen
 class Options:
-    """What every actor of a system has: room for messages, and restarts in a window of seconds."""
+    """Options of every actor of a system: mailbox size, and restarts in a window of seconds."""
 
     mailbox: int
     restarts: int
@@ -178,7 +178,7 @@ class Options:
 
 
 class RestartLimit:
-    """So many restarts in any window of time.
+    """A limit on restarts in any window of time.
 
     Args:
         window: Seconds.
@@ -199,24 +199,24 @@ class RestartLimit:
 
 
 def dead_error(name: str, why: str) -> ActorDeadError:
-    """Return the error of those who want something of a dead actor."""
+    """Return the error for a call on a dead actor."""
     return ActorDeadError(f"actor {name!r} is dead: {why}", hint="Spawn another one.", actor=name, why=why)
 
 
 def full_error(name: str, limit: int) -> MailboxFullError:
-    """Return the error of those whose message finds no room."""
-    hint = "Wait longer (timeout=), or tell it less at a time."
+    """Return the error for a message to a full mailbox."""
+    hint = "Wait longer (timeout=), or send fewer messages at a time."
     text = f"the mailbox of actor {name!r} is full: {limit} messages wait"
     return MailboxFullError(text, hint=hint, actor=name, limit=limit)
 
 
 def late_error(name: str, timeout: float | None) -> AskTimeoutError:
-    """Return the error of those who get no answer."""
+    """Return the error for an answer that did not arrive in time."""
     return AskTimeoutError(f"actor {name!r} did not answer within {timeout} s", actor=name)
 
 
 def sendable(label: str, error: BaseException, dumps: Callable[[BaseException], bytes]) -> BaseException:
-    """Return an error that another process can unpickle: some can't be made again from what ``dumps`` keeps."""
+    """Return an error that another process can unpickle: some can't be restored from what ``dumps`` writes."""
     with contextlib.suppress(*PLUGIN_FAULTS):
         pickle.loads(dumps(error))  # noqa: S301  # its own
         return error
@@ -224,7 +224,7 @@ def sendable(label: str, error: BaseException, dumps: Callable[[BaseException], 
 
 
 class Life:
-    """An actor at work: the instance, replaced after each failure as long as the limit allows."""
+    """A running actor: the instance, replaced after each failure as long as the limit allows."""
 
     def __init__(self, spec: Spec, limit: RestartLimit, report: Report) -> None:
         self._spec, self._limit, self._report = spec, limit, report

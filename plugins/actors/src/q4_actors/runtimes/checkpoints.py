@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from q4_actors.tensors.tensor import MutableTensor
 
-__all__ = ["Kept", "check_fits", "load", "save"]
+__all__ = ["StoredTensor", "check_fits", "load", "save"]
 
 _VERSION = 2
 _ENDING = ".q4tmp"
 
 
 @attrs.frozen(eq=False)
-class Kept:
+class StoredTensor:
     """One tensor of a checkpoint; ``source`` identifies what computes it."""
 
     tensor: torch.Tensor
@@ -57,7 +57,7 @@ def save(
         if deadline is not None and time.monotonic() > deadline:
             hint = "Checkpoint where nobody writes: between two steps of the clock."
             raise ActorError(f"no checkpoint: some tensor changed all the time for {timeout} s", hint=hint)
-    kept = {
+    stored = {
         name: {
             "tensor": one.tensor.cpu(),
             "version": one.version,
@@ -72,7 +72,7 @@ def save(
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=prefix, suffix=_ENDING, delete=False) as file:
             try:
                 began = os.fstat(file.fileno()).st_mtime
-                torch.save({"q4_actors": _VERSION, "tensors": kept, "digest": _digest(kept)}, file)
+                torch.save({"q4_actors": _VERSION, "tensors": stored, "digest": _digest(stored)}, file)
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(file.name, target)  # noqa: PTH105  # the name of an open file
@@ -89,7 +89,7 @@ def save(
     return versions
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Kept]:
+def load(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Return what ``save`` wrote.
 
     Raises:
@@ -105,7 +105,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Kept]:
             text = "the checkpoint's content is not what was written: its digest differs"
             raise CheckpointError(text, where=str(path), hint="Resume from another one.")  # noqa: TRY301  # as above
         return {
-            name: Kept(one["tensor"], one["version"], MutableMode(one["mode"]), one["source"])
+            name: StoredTensor(one["tensor"], one["version"], MutableMode(one["mode"]), one["source"])
             for name, one in found["tensors"].items()
         }
     except CheckpointError:
@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Kept]:
 
 
 def _digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a digest of all that a checkpoint keeps."""
+    """Return a digest of all that a checkpoint stores."""
     found = hashlib.sha256()
     for name, one in tensors.items():
         tensor: torch.Tensor = one["tensor"]
@@ -126,21 +126,23 @@ def _digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:
     return found.hexdigest()
 
 
-def check_fits(name: str, kept: Kept, tensor: torch.Tensor, mode: MutableMode | str | None, source: str | None) -> None:
-    """Refuse a tensor that is not like the checkpoint's.
+def check_fits(
+    name: str, stored: StoredTensor, tensor: torch.Tensor, mode: MutableMode | str | None, source: str | None
+) -> None:
+    """Reject a tensor that differs from the checkpoint's.
 
     Raises:
         InputError: It has another shape, dtype, mode or source.
     """
     label = f"mutable tensor {name!r}"
-    wanted = kept.mode if mode is None else to_mode(label, mode)
+    wanted = stored.mode if mode is None else to_mode(label, mode)
     pairs = {
-        "shape": (tuple(kept.tensor.shape), tuple(tensor.shape)),
-        "dtype": (kept.tensor.dtype, tensor.dtype),
-        "mode": (kept.mode.value, wanted.value),
+        "shape": (tuple(stored.tensor.shape), tuple(tensor.shape)),
+        "dtype": (stored.tensor.dtype, tensor.dtype),
+        "mode": (stored.mode.value, wanted.value),
     }
     if source is not None:
-        pairs["source"] = (kept.source, source)
+        pairs["source"] = (stored.source, source)
     for what, (was, now) in pairs.items():
         if was != now:
             hint = "Resume with what the checkpoint was written with." if what == "source" else None

@@ -1,4 +1,4 @@
-"""``ActorMemory``: how much memory an actor's process has for itself, and how much together with others."""
+"""``ActorMemory``: the private and the shared memory of an actor's process."""
 
 from __future__ import annotations
 

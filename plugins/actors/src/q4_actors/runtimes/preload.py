@@ -1,7 +1,7 @@
 """Imports of the server of processes, done once, so that actors start at once and share them: plugins, too.
 
-Plugins are imported and nothing of them is called, so no device is touched before a fork. What is there is then kept
-from Python's garbage collector, which would write to its pages in each process and so make copies of them.
+Plugins are imported and nothing of them is called, so no device is touched before a fork. The objects that exist then
+are excluded from garbage collection, which would write to their pages in each process and so copy them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``ProcessRef``: an actor that is a process, as any process of its system holds it."""
+"""``ProcessRef``: a reference to an actor in a process, for use in any process of its system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of an actor in a process of its own: messages from its mailbox, one at a time, until it is stopped."""
+"""Main loop of an actor in its own process: messages from its mailbox, one at a time, until it is stopped."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Processes:
             worker.ended.set()
 
     def _drain(self, worker: Worker) -> None:
-        """Tell whoever still waits for an answer of a dead actor."""
+        """Raise in every caller that still waits for an answer of a dead actor."""
         os.set_blocking(worker.box, False)
         waiting = [bytes(worker.page.current)] if worker.page.current[0] else []
         with contextlib.suppress(BlockingIOError):

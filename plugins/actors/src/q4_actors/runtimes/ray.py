@@ -261,8 +261,8 @@ class RayRuntime:
             **self._ray_options,
         }
         try:
-            kept = ray.put(spec)  # Ray itself would drop a large one, and then can't restart the actor
-            handle = _host().options(**options).remote(kept, self._options, torch.get_num_threads(), self._hub)
+            stored = ray.put(spec)  # Ray itself would drop a large one, and then can't restart the actor
+            handle = _host().options(**options).remote(stored, self._options, torch.get_num_threads(), self._hub)
         except ray.exceptions.ObjectStoreFullError as error:
             text = f"the object store has no room for the arguments of actor {spec.name!r}"
             raise ActorError(text, hint="Share a weight or a tensor, or give Ray more memory.") from error
@@ -270,7 +270,7 @@ class RayRuntime:
             text = f"actor {spec.name!r} can't be sent to a process: {describe_exception(error)}"
             raise MessageError(text, hint="Classes and arguments must be importable and picklable.") from error
         self._handles.append(handle)
-        self._specs.append(kept)
+        self._specs.append(stored)
         self._refs[key_of(handle)] = ref = RayRef(spec.name, handle, self._options.mailbox)
         self._hub.watch.remote(spec.name, handle)
         return ref

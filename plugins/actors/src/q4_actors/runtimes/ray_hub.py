@@ -1,4 +1,4 @@
-"""``Hub``: the one of Ray's actors that keeps a system's tensors in the object store, and its events.
+"""``Hub``: the Ray actor that holds a system's tensors in the object store, and its events.
 
 Whoever has the turn to write is asked whether it still lives when somebody else wants it: a process that was lost holds
 nothing.
@@ -124,8 +124,8 @@ class Hub:
 
 
 def key_of(handle: Any) -> str:
-    """Return what no other actor has: a name may be taken again."""
-    key: str = handle._actor_id.hex()  # noqa: SLF001  # Ray tells it nowhere else
+    """Return a key that no other actor has: names may be reused."""
+    key: str = handle._actor_id.hex()  # noqa: SLF001  # Ray has no public attribute for it
     return key
 
 

@@ -143,8 +143,8 @@ class ActorSystem:
         Args:
             tensor: The first content.
             name: Its name in checkpoints and messages.
-            source: Identifies what computes it, by a digest of weights for example. Checkpoints keep it, and a
-                checkpoint's tensor of another source is refused. Defaults to None: of any.
+            source: Identifies what computes it, by a digest of weights for example. Checkpoints store it, and a
+                checkpoint's tensor of another source is rejected. Defaults to None, which accepts any.
             **options: ``mode``, and of ``q4_actors.mutable`` what else the runtime has: threads take all of it;
                 processes and Ray have the system's memory on the CPU, and refuse what requires another.
 
@@ -162,11 +162,11 @@ class ActorSystem:
             self._require_open()
             _require("name", name, "one that no other tensor has", is_met=name not in self._tensors)
             options = {key: value for key, value in options.items() if value is not None}
-            kept, version = self._resumed.get(name), 0
-            if kept is not None:
-                checkpoints.check_fits(name, kept, tensor, options.get("mode"), source)
-                tensor, version = kept.tensor.to(tensor.device), kept.version
-                options["mode"] = kept.mode
+            stored, version = self._resumed.get(name), 0
+            if stored is not None:
+                checkpoints.check_fits(name, stored, tensor, options.get("mode"), source)
+                tensor, version = stored.tensor.to(tensor.device), stored.version
+                options["mode"] = stored.mode
             made: MutableTensor = self._runtime.mutable(tensor, name, version, **options)
             self._tensors[name] = made
             if source is not None:

@@ -98,7 +98,7 @@ class ThreadRef(ActorRef):
         try:
             return memory_of()
         except OSError as error:
-            raise ActorError(f"the system does not tell the memory of actor {self.name!r}: {error}") from error
+            raise ActorError(f"the system does not report the memory of actor {self.name!r}: {error}") from error
 
     def _put(self, message: Any, reply: _Reply | None, timeout: float | None) -> None:
         with self._room:

@@ -1,4 +1,4 @@
-"""``SharedWeight``: a prepared 4-bit weight that actors use where it lies, without a copy of their own."""
+"""``SharedWeight``: a prepared 4-bit weight that actors use in place, without copies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SharedWeight:
         """Return a layer over the shared memory, in this process.
 
         Where another backend, version or instruction set serves here, the weight is prepared anew from its canonical
-        form, into memory of this process: the event ``q4.actor.prepared`` tells so, and why.
+        form, into memory of this process: the event ``q4.actor.prepared`` reports this and the reason.
 
         Args:
             session: Whose layer it becomes. Defaults to the default session.

@@ -17,7 +17,7 @@ MAX_VERSION = 2**55 - 1
 
 
 class MutableMode(enum.Enum):
-    """How an update and its readers are kept apart."""
+    """How an update and its readers are isolated from each other."""
 
     VERSIONED = "versioned"
     """Copy-on-write: readers never wait for a writer, a failed writer changes nothing, the address moves."""

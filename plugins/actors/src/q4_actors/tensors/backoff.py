@@ -1,4 +1,4 @@
-"""``Backoff``: how long to sleep between two looks at what another process does."""
+"""``Backoff``: the time to sleep between two polls of another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synchronises the blocks of a mutable tensor with the work of a CUDA device, which runs asynchronously."""
+"""Synchronisation of a mutable tensor's blocks with the work of a CUDA device, which runs asynchronously."""
 
 from __future__ import annotations
 

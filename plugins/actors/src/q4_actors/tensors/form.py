@@ -1,4 +1,4 @@
-"""``Form``: what a segment is for, and the header that says so."""
+"""``Form``: the content that a segment is made for, and the header that states it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ CAUSE = slice(1024, 1536)
 
 @attrs.frozen
 class Form:
-    """What a segment is for.
+    """The content that a segment is made for.
 
     Args:
-        mode: How updates and readers are kept apart.
+        mode: How updates and readers are isolated from each other.
         dtype: Of the tensor.
         shape: Of the tensor.
         slots: How many copies of the content there is room for.

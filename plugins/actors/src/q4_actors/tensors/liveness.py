@@ -1,4 +1,4 @@
-"""``Liveness``: which processes live; what those that have ended hold of a segment is taken back."""
+"""``Liveness``: checks which processes live, and releases what ended ones hold of a segment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Liveness:
         return bool(held) and not self.is_alive(held) and self._cells.inherit_turn(held)
 
     def _clear_if_dead(self, row: int) -> bool:
-        """Empty a row if its process has ended, which its lock tells."""
+        """Empty a row if its process has ended: its lock is free then."""
         if not self._locks.try_exclusive(FIRST_ROW + row):
             return False
         try:

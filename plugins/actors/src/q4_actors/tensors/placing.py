@@ -1,4 +1,4 @@
-"""``mutable``: from a tensor to shared state, placed where a unified-memory policy wants it."""
+"""``mutable``: conversion of a tensor to shared state, placed by a unified-memory policy."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def mutable(  # noqa: PLR0913  # the options of one call
         unified_memory: What is asked for. Defaults to that of ``q4.using``, else of ``Q4_UNIFIED_MEMORY``, else
             ``DISABLED``.
         device: Who computes. Defaults to that of ``q4.using``, else of ``Q4_DEVICE``, else the tensor's own.
-        mode: How an update and its readers are kept apart. Defaults to ``IN_PLACE`` where the tensor was promoted,
-            whose address then stays, and else ``VERSIONED``.
+        mode: How an update and its readers are isolated from each other. Defaults to ``IN_PLACE`` where the tensor
+            was promoted, so that its address stays the same, and else to ``VERSIONED``.
         name: For messages.
         providers: Who is asked for managed memory. Defaults to the installed plugins'.
         version: The number of the first content.

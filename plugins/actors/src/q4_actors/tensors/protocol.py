@@ -1,4 +1,4 @@
-"""``ThreadProtocol``: what the blocks of a mutable tensor do, among the threads of one process.
+"""``ThreadProtocol``: the steps of a mutable tensor's blocks, among the threads of one process.
 
 ``docs/memory-protocols.md`` states the protocol, its invariants, and why no reader sees half an update.
 """
@@ -104,10 +104,10 @@ class ThreadProtocol(State):
             self.release_read(ticket)
 
     def release_read(self, view: object) -> None:
-        """Give back what a read holds beside its place among the threads."""
+        """Release what a read holds in addition to its place among the threads."""
 
     def release_write(self) -> None:
-        """Give back what the writer holds beside its place among the threads."""
+        """Release what the writer holds in addition to its place among the threads."""
 
     def drop_read(self, view: ReadTicket) -> None:
         """Take back whatever a read that ends before its time has taken."""

@@ -36,7 +36,7 @@ class SharedMutableTensor(MutableTensor):
 
     Args:
         tensor: The first content, version 0: strided, on the CPU. It is copied.
-        mode: How an update and its readers are kept apart.
+        mode: How an update and its readers are isolated from each other.
         name: For messages.
         slots: ``VERSIONED``: how many versions there is room for, 3 … 64; None means 4. Of these, one is the newest and
             one the writer's; the others are for readers that still hold older versions. ``IN_PLACE``: None.

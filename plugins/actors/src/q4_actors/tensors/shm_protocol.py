@@ -1,4 +1,4 @@
-"""``ShmProtocol``: what the blocks of a ``SharedMutableTensor`` do, among processes.
+"""``ShmProtocol``: the steps of a ``SharedMutableTensor``'s blocks, among processes.
 
 A thread first takes its turn among the threads of its process, then its process takes one among the processes, by
 atomics in the extension module. ``docs/memory-protocols.md`` states the protocol, its memory order, and why no reader

@@ -1,4 +1,4 @@
-"""``Slots``: the contents of a segment, and what its header says of the newest one."""
+"""``Slots``: the contents of a segment, and the header's entry for the newest one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["HEALTHY", "Slots"]
 
 HEALTHY, POISONED = 0, 2
-"""States of an ``IN_PLACE`` content, beside its version in one word; 1 while it is written."""
+"""States of an ``IN_PLACE`` content, in one word with its version; 1 while it is written."""
 
 
 class Slots:

@@ -1,4 +1,4 @@
-"""``State``: what is known of a mutable tensor's content, and the errors that say so."""
+"""``State``: the state of a mutable tensor's content, and the errors that report it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class State:
         raise PoisonedError(f"{self.label} is poisoned: {cause}", hint=hint, value=cause, version=version)
 
     def raise_external_write(self, base: torch.Tensor, version: int) -> NoReturn:
-        """Raise, since a version was changed outside ``write()``: by a reader, or a writer that kept its tensor."""
+        """Raise, since a version was changed outside ``write()``: by a reader, or by a writer after its block."""
         cause = f"version {version} was changed in place outside write()"
         if base is self.tensor and self.poison is None:
             self.set_poison(cause)

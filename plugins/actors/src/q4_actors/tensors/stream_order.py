@@ -87,7 +87,7 @@ class TorchStreams:
         event.synchronize()
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Tell whoever allocated the memory that the current stream uses it."""
+        """Record at the allocator that the current stream uses the memory."""
         if self._keep is not None:
             with contextlib.suppress(InputError):  # a first version that the provider knows and did not allocate
                 self._keep(tensor, self.current())

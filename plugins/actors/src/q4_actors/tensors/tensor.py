@@ -40,7 +40,7 @@ class MutableTensor:
 
     Args:
         tensor: The first content, version 0: strided, on CPU or CUDA, of any dtype and shape. It is detached.
-        mode: How an update and its readers are kept apart.
+        mode: How an update and its readers are isolated from each other.
         name: For messages.
         copy: False takes ``tensor`` itself instead of a copy: for its sole owner, who doesn't touch it again.
         sides: The CPU side and the CUDA side of ``tensor``'s memory (a provider's ``dual_view``), which ``read`` and
@@ -98,7 +98,7 @@ class MutableTensor:
 
     @property
     def mode(self) -> MutableMode:
-        """How an update and its readers are kept apart."""
+        """How an update and its readers are isolated from each other."""
         return self._mode
 
     @property

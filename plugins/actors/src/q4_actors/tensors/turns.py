@@ -1,4 +1,4 @@
-"""Turns among processes: who of this one reads and writes, and who waits; ``SharedRWLock`` for its threads."""
+"""Turns among processes: this process's readers, writers and waiting blocks; ``SharedRWLock`` for its threads."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["IN_USE", "LOOK", "READERS_FIRST", "READERS_TURN_S", "TAKEN", "SharedRWLock", "Turns"]
 
 READERS_TURN_S = 2.4 * LONGEST_SLEEP_S
-"""How long an ``IN_PLACE`` writer lets readers of other processes go first: they sleep less between two looks."""
+"""How long an ``IN_PLACE`` writer lets readers of other processes go first: they sleep less between two polls."""
 TAKEN, IN_USE, LOOK, CUT, READERS_FIRST = range(-1, -6, -1)
-"""Why an update can't begin yet: another writer has the turn; readers; a closer look; a cut file; readers that wait."""
+"""Why an update can't begin yet: another writer; readers; a state to check; a truncated file; waiting readers."""
 LOOKS_FOR_A_SLOT = 5
-"""How often a writer that won't wait looks for a free slot: a reader that comes too late holds one for an instant."""
+"""How often a writer that won't wait polls for a free slot: a reader that comes too late holds one for an instant."""
 
 
 class SharedRWLock(RWLock):
@@ -66,7 +66,8 @@ class Turns:
         self.process = os.getpid()
         self.inside: set[ReadTicket] = set()
         """``IN_PLACE``: blocks that waited, and that now hold the slot for this process."""
-        self.kept_out: set[ReadTicket] = set()
+        self.blocked: set[ReadTicket] = set()
+        """``IN_PLACE``: blocks that wait for a writer of another process."""
         self.claimed: int | None = None
         """The slot that this process writes."""
 
@@ -81,17 +82,17 @@ class Turns:
             if held and not self._liveness.is_alive(held):
                 cells.bury(held)
             if not cells.hold_in_turn(False):  # noqa: FBT003  # called by position, as below
-                self.kept_out.add(view)
+                self.blocked.add(view)
                 cells.say_kept_out(True)  # noqa: FBT003
                 return False
         self.inside.add(view)
         return True
 
     def end_wait(self, view: ReadTicket) -> None:
-        """Take note that a block waits no more, since it is in or has given up."""
-        if view in self.kept_out:
-            self.kept_out.remove(view)
-            self._cells.say_kept_out(bool(self.kept_out))
+        """Record that a block no longer waits, since it is in or has given up."""
+        if view in self.blocked:
+            self.blocked.remove(view)
+            self._cells.say_kept_out(bool(self.blocked))
 
     def end_read(self, view: ReadTicket) -> None:
         """Let a block that waited out, and this process with the last one."""
