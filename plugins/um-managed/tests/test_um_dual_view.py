@@ -82,7 +82,7 @@ def test_the_cpu_side_waits_for_the_fence() -> None:
         tensor.fill_(5.0)
         case.runtime.queue(20)
     case.torch.current = 7
-    with pytest.raises(q4.WriteConflictError, match="still at work"), view.on_cpu(wait=False):
+    with pytest.raises(q4.WriteConflictError, match="still busy"), view.on_cpu(wait=False):
         pass
     with view.on_cpu() as tensor:
         assert case.runtime.done[20] == 1

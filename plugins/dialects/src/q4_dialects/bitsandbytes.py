@@ -178,7 +178,7 @@ class BitsAndBytes(Dialect):
         Scales of two levels are resolved to float32 for an expert in the middle of a second-level block.
 
         Raises:
-            DialectError: The JSON text is malformed, or speaks of a shape that can't be read.
+            DialectError: The JSON text is malformed, or states a shape that can't be read.
         """
         keys = layer.keys
         try:
@@ -235,7 +235,7 @@ class BitsAndBytes(Dialect):
         same name: one weight does not say what the others are, and layers are written one at a time.
 
         Raises:
-            DialectError: Another format or scale kind, blocks that start anew in each row and do not fill it, or
+            DialectError: Another format or scale kind, blocks that restart in each row and do not fill it, or
                 features beyond a code book.
         """
         self.check_writable(module, weight, features={Feature.FLAT_BLOCKS, Feature.CUSTOM_CODEBOOK})

@@ -75,7 +75,7 @@ class _Torchao(Dialect):
     format_name: ClassVar[str]
     scale_dtype: ClassVar[torch.dtype]
     defaults: ClassVar[Mapping[str, Any]]
-    """What torchao's entry says besides block size, layout and dtype, where nobody said otherwise."""
+    """Defaults of the other fields of torchao's entry."""
 
     @property
     def block(self) -> int:

@@ -1,6 +1,6 @@
-"""``tl.dot_scaled`` on sm_100 and sm_103, used only where the installed Triton is seen to make it native.
+"""``tl.dot_scaled`` on sm_100 and sm_103, used only where the installed Triton compiles it to native instructions.
 
-Seen in the PTX: the same source becomes a product in bf16 where Triton knows no better, and nobody would notice.
+The PTX is checked: where Triton has no native instruction it silently compiles the same source to a product in bf16.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _MOST_ELEMENTS = 1 << 40
 _CODE_BITS = 8
 
 _Rule = tuple[bool, str, str, object, "str | None"]
-"""Whether it is met, of what, what must hold, what is there, the way out."""
+"""Whether the rule is met, the argument's name, the rule, the value, the hint."""
 
 
 def require(kind: type[Q4Error], what: str, rules: Iterable[_Rule], where: str | None) -> None:

@@ -12,7 +12,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-if sys.platform != "win32":  # there, what killed writers leave stays until somebody removes it
+if sys.platform != "win32":  # there, the files of killed writers are not removed
     import fcntl
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Staging:
         try:
             self.path.mkdir()
             self._lock = _lock(self.path, wait=True)
-        except BaseException:  # Ctrl-C, too: nobody else removes an empty folder
+        except BaseException:  # Ctrl-C, too: later writers do not remove an empty folder
             self.discard()
             raise
 

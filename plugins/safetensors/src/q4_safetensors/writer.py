@@ -117,7 +117,7 @@ class _Writer:
         dense.append(name)
 
     def _shard_for(self, nbytes: int) -> tuple[Shard, dict[str, WrittenLayer], list[str]]:
-        """Return the shard that takes so many bytes: the current one, unless that would grow too large."""
+        """Return the shard for a tensor of that size: the current one, unless it would grow too large."""
         limit = self._request.max_shard_bytes
         if self._shards:
             current = self._shards[-1][0]
@@ -190,7 +190,7 @@ class _Writer:
                 name="names and metadata",
                 rule=f"such that each layer is read as {self._dialect.name} again",
                 value="; ".join([*(f"{module} as {name}" for module, name in differing), *map(str, problems)][:4]),
-                hint="Leave out the tensors or metadata that speak of other layers; nothing was written.",
+                hint="Leave out the tensors or metadata that describe other layers; nothing was written.",
             )
 
     def _infos(self) -> dict[str, TensorInfo]:

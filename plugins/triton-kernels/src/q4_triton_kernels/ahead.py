@@ -74,7 +74,7 @@ class Usage:
     Args:
         registers: 32-bit registers.
         stack_bytes: Local memory of its frame.
-        spill_bytes: Bytes stored to and loaded from local memory for want of registers.
+        spill_bytes: Bytes stored to and loaded from local memory as there were too few registers.
     """
 
     registers: int

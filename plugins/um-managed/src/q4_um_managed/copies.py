@@ -96,7 +96,7 @@ def copy_into(provider: MemoryProvider, tensor: torch.Tensor, what: str) -> torc
     except LifecycleError:
         raise
     except PLUGIN_FAULTS as error:
-        is_broken = isinstance(error, PluginError)  # more room would not mend it
+        is_broken = isinstance(error, PluginError)  # more room would not help
         hint = f"Report it to the maker of {provider.name}." if is_broken else "Free some of that memory, or take less."
         raise UnifiedMemoryError(
             what,

@@ -211,7 +211,7 @@ class DualView:
                     "dual view",
                     name="memory",
                     rule="awaited before the CPU touches it",
-                    value="the device is still at work",
+                    value="the device is still busy",
                     hint="Wait, or come later.",
                 )
             fence.wait()

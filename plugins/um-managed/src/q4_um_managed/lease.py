@@ -55,13 +55,13 @@ class Lease:
         return block
 
     def wait(self) -> None:
-        """Wait for the device work of whoever had the block before."""
+        """Wait for the device work of the block's previous owner."""
         block = self.block
         if block is not None and block.events:
             self.pool.wait_for(block)
 
     def note_written(self) -> None:
-        """Take note that the whole memory was written, so that the driver counts it."""
+        """Record that the whole memory was written, so that the driver counts it."""
         if self.block is not None:
             self.pool.note_backed(self.block)
 

@@ -47,7 +47,7 @@ class Ownership:
         """Return the memory that a tensor lies in, for ``what`` uses it.
 
         Raises:
-            InputError: It is none that was leased.
+            InputError: It is not a leased tensor.
             LifecycleError: It was given back.
         """
         owner = self.in_use(tensor, what)

@@ -91,7 +91,7 @@ class Pool:
             sizes = {rounded(size), size}  # the second of those that were made with a copy
             kin = [block for some in sizes for block in self._kin.get((some, device, is_pinned), {}).values()]
             found = next((block for block in kin if self._is_free_for(block, stream)), None)
-            if found is None:  # the oldest of whose work nobody knows: waiting for the device makes it sure
+            if found is None:  # the oldest with unknown pending work: waiting for the device settles it
                 found = next((block for block in kin if block.is_unsure and not block.is_captured), None)
             if found is not None:
                 self._remove(found)
@@ -150,10 +150,10 @@ class Pool:
         try:
             if not block.is_pinned and not block.is_filled:
                 self._back(block, can_move=bool(attributes.get("concurrentManagedAccess")))
-                if block.is_backed and block.size >= _LARGE:  # believed if the count of free memory went down
+                if block.is_backed and block.size >= _LARGE:  # accepted if the count of free memory went down
                     left = self._budget.room(block.device, on_host=block.is_of_host).free_bytes
                     block.is_backed = free - left >= block.size // 2
-        except BaseException:  # nobody has it yet, so nobody would give it back
+        except BaseException:  # it has no owner yet that would free it
             block.is_backed = True
             self._free([block])
             raise

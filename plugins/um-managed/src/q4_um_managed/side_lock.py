@@ -27,7 +27,7 @@ _Thread: TypeAlias = "weakref.ref[_Life]"
 
 
 class _Here(threading.local):
-    """The calling thread, as ``thread``: a number would be given anew once the thread has ended."""
+    """The calling thread, as ``thread``: a thread's number is reused once it has ended."""
 
     def __init__(self) -> None:
         self._life = _Life()

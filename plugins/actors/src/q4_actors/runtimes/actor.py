@@ -252,7 +252,7 @@ class Life:
         """Handle a message, which ``load`` unpacks if it is given, and return or raise what answers it.
 
         Raises:
-            ActorDeadError: Nobody asked, and it failed more often than the limit allows.
+            ActorDeadError: The message was no ``ask``, and the actor failed more often than the limit allows.
         """
         try:
             return self._actor.on_receive(message if load is None else load(message))

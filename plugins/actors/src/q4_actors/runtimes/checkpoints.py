@@ -55,7 +55,7 @@ def save(
         if all(tensor.version == versions[name] for name, tensor in tensors.items()):
             break
         if deadline is not None and time.monotonic() > deadline:
-            hint = "Checkpoint where nobody writes: between two steps of the clock."
+            hint = "Checkpoint while no actor writes: between two steps of the clock."
             raise ActorError(f"no checkpoint: some tensor changed all the time for {timeout} s", hint=hint)
     stored = {
         name: {

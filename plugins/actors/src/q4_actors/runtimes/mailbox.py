@@ -1,7 +1,7 @@
 """Mailboxes between processes: pipes with names, in which each write is one message, and a page for each actor.
 
 Linux writes up to a page into a pipe as a whole, and reads it as a whole where the writer says ``O_DIRECT``; so any
-number of processes send to one mailbox without a lock that somebody killed could hold. A pipe has room for as many
+number of processes send to one mailbox without a lock that a killed process could hold. A pipe has room for as many
 messages as it has pages. What is larger lies in a file of the same folder, whose name is sent. The receiver reads
 straight into a page that it shares with its supervisor, and clears it when it has handled the message: so one that is
 killed loses none. The folder is its user's alone, and in the system's memory.
@@ -45,7 +45,7 @@ Kind = enum.IntEnum("Kind", ("TELL", "ASK", "STOP", "WELL", "WRONG", "EVENT"))
 State = enum.IntEnum("State", ("LIVE", "ENDING", "DEAD"), start=0)
 """Of an actor: whether it takes messages, only handles those that are there, or none."""
 LOOK_S = 0.1
-"""Whoever waits looks so often whether the other one still lives."""
+"""Seconds between two checks of a waiting process that the other one still lives."""
 
 
 def dumps(what: str, value: Any) -> bytes:
@@ -196,7 +196,7 @@ class Post:
 
         Raises:
             MessageError: There is no room for a large one.
-            BrokenPipeError: Nobody reads the mailbox any more, or it is gone.
+            BrokenPipeError: The mailbox has no reader any more, or it was removed.
         """
         file = self._file(box)
         name = None
@@ -255,7 +255,7 @@ class Post:
                     os.close(self._open.pop(gone))
             try:
                 file = os.open(self.folder / box, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError as error:  # ENXIO: nobody reads; ENOENT: it is gone
+            except OSError as error:  # ENXIO: no reader; ENOENT: removed
                 raise BrokenPipeError(errno.EPIPE, str(error)) from error
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT)
             other = self._open.setdefault(box, file)
@@ -270,7 +270,7 @@ class Post:
         except OSError as error:
             (self.folder / name).unlink(missing_ok=True)
             text = f"a message of {len(body)} bytes can't be sent: {error}"
-            raise MessageError(text, hint=f"Look at the room in {FOLDER}, or share a tensor.") from error
+            raise MessageError(text, hint=f"Check the free space in {FOLDER}, or share a tensor.") from error
 
 
 def _remove_unused() -> None:

@@ -102,14 +102,14 @@ class ProcessRef(ActorRef):
     def ask(self, message: Any, *, timeout: float | None = None) -> Any:
         """Send a message and return the answer; see ``ActorRef.ask``."""
         if getattr(HERE, "actor", None) == (self._post.folder, self._number):
-            raise ActorError(f"actor {self.name!r} asks itself, and would wait for ever", actor=self.name)
+            raise ActorError(f"actor {self.name!r} asks itself, and would wait forever", actor=self.name)
         boxes = vars(HERE).setdefault("boxes", {})
         box = boxes.get(self._post.folder) or boxes.setdefault(self._post.folder, _ReplyBox(self._post))
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             answer = self._await_answer(message, box, deadline, timeout)
         except BaseException:
-            boxes.pop(self._post.folder, None)  # what comes late finds nobody, and fills no box that nobody empties
+            boxes.pop(self._post.folder, None)  # a late answer must not fill a pipe that has no reader
             with contextlib.suppress(OSError):
                 while (late := box.take(0.0)) is not None:
                     self._post.forget(late)

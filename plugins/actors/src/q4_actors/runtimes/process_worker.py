@@ -32,7 +32,7 @@ __all__ = ["Sealed", "note_cause", "work"]
 
 
 def note_cause(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Keep why an actor can't begin for its supervisor, too; ``sys.excepthook`` of the server's processes.
+    """Record for the supervisor why an actor can't start; ``sys.excepthook`` of the server's processes.
 
     It is called where a process can't import the script.
     """
@@ -119,7 +119,7 @@ def _handle(life: Life, name: str, post: Post, frame: Frame) -> None:
 def _answer(post: Post, frame: Frame, kind: int, body: bytes) -> None:
     try:
         post.send_waiting(frame.reply, kind, body, number=frame.number)
-    except BrokenPipeError:  # whoever asked is gone
+    except BrokenPipeError:  # the caller is gone
         return
     except MessageError as error:
         post.send_waiting(frame.reply, Kind.WRONG, pickle.dumps(error), number=frame.number)

@@ -137,7 +137,7 @@ class Processes:
             self._report(event, level=level, **fields)
 
     def _handle_exit(self, number: int) -> None:
-        """Take note of a process that has ended: a new one takes its place, or nobody does."""
+        """Handle the end of a process: restart the actor, or report its death."""
         worker = self._workers[number]
         page, name = worker.page, worker.spec.name
         with self._lock:

@@ -122,7 +122,7 @@ class RayRef(ActorRef):
         """Send a message and return the answer; see ``ActorRef.ask``."""
         started = time.monotonic()
         if ray.get_runtime_context().get_actor_id() == key_of(self._handle):
-            raise ActorError(f"actor {self.name!r} asks itself, and would wait for ever", actor=self.name)
+            raise ActorError(f"actor {self.name!r} asks itself, and would wait forever", actor=self.name)
         reply = self._send(message, timeout, is_asked=True)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
         try:

@@ -1,7 +1,7 @@
 """``Hub``: the Ray actor that holds a system's tensors in the object store, and its events.
 
-Whoever has the turn to write is asked whether it still lives when somebody else wants it: a process that was lost holds
-nothing.
+When a process requests a write turn that another one holds, the hub checks that the holder still lives: a lost process
+holds nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Hub:
                 await self.report(("lost", logging.ERROR, {"actor": name, "key": key, "error": words_of(error)}))
 
     async def forget(self, actor: str) -> None:
-        """Take note that an actor was stopped."""
+        """Record that an actor was stopped."""
         self._stopped.add(actor)
 
     async def add(self, name: str, content: Any, version: int) -> None:

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 __all__ = ["ActorSystem"]
 
 RUNTIMES = ("threads", "processes", "ray")
-MAX_MAILBOX = 256  # pages of a pipe, as Linux gives everybody
+MAX_MAILBOX = 256  # pages of a pipe: Linux's default limit for users
 
 
 class ActorSystem:
     """Actors and the tensors that they share; the same program runs on threads, processes and Ray.
 
-    Whoever waits for an actor that is dead gets an ``ActorDeadError``; ``check()`` raises it, too. Leaving the ``with``
-    block stops everybody, and closes the tensors. Events are ``q4.actor.started``, ``failed``, ``restarted``, ``dead``
+    Calls that wait for a dead actor raise an ``ActorDeadError``, and so does ``check()``. Leaving the ``with``
+    block stops all actors, and closes the tensors. Events are ``q4.actor.started``, ``failed``, ``restarted``, ``dead``
     and ``stopped``.
 
     Args:
@@ -204,7 +204,7 @@ class ActorSystem:
 
     @property
     def clock(self) -> int:
-        """The least version of the system's tensors: so many steps have been done by all; 0 without tensors."""
+        """The least version of the system's tensors: the number of steps that all have done; 0 without tensors."""
         with self._lock:
             return min((tensor.version for tensor in self._tensors.values()), default=0)
 
@@ -213,7 +213,7 @@ class ActorSystem:
 
         Args:
             path: The file.
-            timeout: Seconds to wait for an instant in which nobody is between two updates of different tensors.
+            timeout: Seconds to wait until no tensor changes while they are copied.
 
         Returns:
             The version of each tensor in the file.
@@ -279,7 +279,7 @@ class ActorSystem:
 
     def _report(self, event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
         """Send an event, and act on that of a death."""
-        with contextlib.suppress(q4.Q4PluginWarning):  # made an error; whoever supervises goes on
+        with contextlib.suppress(q4.Q4PluginWarning):  # warnings turned into errors; the supervisor goes on
             emit(f"q4.actor.{event}", level=level, **fields)
         if event == "dead":
             name, why = fields["actor"], fields["error"]

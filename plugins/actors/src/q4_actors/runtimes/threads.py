@@ -51,7 +51,7 @@ class ThreadRef(ActorRef):
     def ask(self, message: Any, *, timeout: float | None = None) -> Any:
         """Send a message and return the answer; see ``ActorRef.ask``."""
         if threading.current_thread() is self._thread:
-            raise ActorError(f"actor {self.name!r} asks itself, and would wait for ever", actor=self.name)
+            raise ActorError(f"actor {self.name!r} asks itself, and would wait forever", actor=self.name)
         started, reply = time.monotonic(), _Reply()
         self._put(message, reply, timeout)
         try:

@@ -13,13 +13,13 @@ SPIN_S = 100e-6
 SHORT_S = 2 * SPIN_S
 STALL_S = 500e-6
 REST = 50
-"""Not to spin for so many times as long as a look took: so that others cost 2 % at most."""
+"""No spinning for this multiple of the time that a stalled poll took: spins cost other threads 2 % at most."""
 
 
 class Watch:
     """Waits until a pipe has something to read: awake at first, where the last wait was short, and asleep then.
 
-    Between two looks whoever else wants this core gets it. Where somebody keeps it long, spinning rests.
+    Between two polls it yields the core. Where another thread then holds the core for long, spinning pauses.
     """
 
     def __init__(self, file: int) -> None:

@@ -48,7 +48,7 @@ class SharedWeight:
     def layer(self, session: q4.Session | None = None, *, name: str | None = None) -> q4.Q4Linear:
         """Return a layer over the shared memory, in this process.
 
-        Where another backend, version or instruction set serves here, the weight is prepared anew from its canonical
+        Where another backend, version or instruction set is used here, the weight is prepared again from its canonical
         form, into memory of this process: the event ``q4.actor.prepared`` reports this and the reason.
 
         Args:

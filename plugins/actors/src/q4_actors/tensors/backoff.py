@@ -14,7 +14,7 @@ class Backoff:
 
     Args:
         timeout: Seconds from now, None for no limit.
-        sleep: Seconds of each; whoever waits is mostly woken before.
+        sleep: Seconds of each; a waiting thread is mostly woken before.
     """
 
     def __init__(self, timeout: float | None, sleep: float = LONGEST_SLEEP_S) -> None:

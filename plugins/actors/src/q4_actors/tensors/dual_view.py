@@ -57,10 +57,10 @@ class DeviceSync:
         streams = TorchStreams(content.device, keeper_of(content.tensor)) if view is None else view.streams
         self._events = StreamEvents(streams, content.label, is_in_place=content.is_in_place)
         if not streams.is_capturing():
-            self._events.record(content.tensor, None, is_reading=False)  # whoever made it may still be filling it
+            self._events.record(content.tensor, None, is_reading=False)  # its creator may still be filling it
 
     def arrive(self, block: BlockTicket) -> None:
-        """Note when a block asked to be let in: its time limit counts all that it waits for."""
+        """Record when a block requested admission: its time limit covers every wait."""
         block.deadline = None if block.timeout is None else time.monotonic() + block.timeout
 
     def begin(self, block: BlockTicket, base: torch.Tensor, *, is_reading: bool) -> torch.Tensor | None:

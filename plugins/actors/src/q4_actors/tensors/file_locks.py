@@ -35,11 +35,11 @@ class FileLocks:
         self.file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def try_shared(self, place: int) -> bool:
-        """Take a place together with others, or return False if somebody else has it exclusively."""
+        """Take a place together with others, or return False if another process has it exclusively."""
         return self._request(fcntl.F_RDLCK, place)
 
     def try_exclusive(self, place: int) -> bool:
-        """Take a place alone, or return False if somebody else has it; a shared hold of this object turns exclusive."""
+        """Take a place alone, or return False if another process has it; this object's shared hold turns exclusive."""
         return self._request(fcntl.F_WRLCK, place)
 
     def release(self, place: int) -> None:
@@ -47,7 +47,7 @@ class FileLocks:
         self._request(fcntl.F_UNLCK, place)
 
     def reopen(self, place: int) -> None:
-        """Begin anew in a forked child, whose parent's holds are not its own; take ``place`` together with others."""
+        """Reset in a forked child, whose parent's holds are not its own; take ``place`` together with others."""
         inherited, self.file = self.file, -1
         try:
             self.file = os.open(f"/proc/self/fd/{inherited}", os.O_RDWR | os.O_CLOEXEC)
@@ -70,7 +70,7 @@ class FileLocks:
         request = struct.pack("hhqqi4x", kind, os.SEEK_SET, 2 * place, 1, 0)
         try:
             fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, request)
-        except (BlockingIOError, PermissionError):  # somebody else has the place
+        except (BlockingIOError, PermissionError):  # another process has the place
             return False
         except OSError as error:
             hint = "Raise the system's limit on file locks, or share fewer tensors."

@@ -19,7 +19,7 @@ __all__ = ["CAUSE", "CLOSED", "CURRENT", "MAX_RANK", "MAX_SLOTS", "PAGE", "ROWS"
 MAGIC = b"q4mutabl"
 LAYOUT = 4
 ROWS, ROW_BYTES = 256, 64
-"""Room for what so many handles hold, each on a cache line of its own."""
+"""Number of handles whose holds are recorded, each on its own cache line, and the bytes of each."""
 PAGE = 4096  # also where pages are larger: what matters is that no two slots share a cache line
 START = PAGE + ROWS * ROW_BYTES
 FORM = struct.Struct("8s6q16s32q")
@@ -30,7 +30,7 @@ MAX_SLOTS = 64
 CURRENT = 64
 """Version and state: ``version << 8 | low``; ``low`` is the slot (VERSIONED) or the state (IN_PLACE)."""
 CLOSED, TAINTED = 72, 73
-"""Whether the maker closed it; and, VERSIONED, 1 + the version that somebody changed outside ``write()``."""
+"""Whether the maker closed it; and, VERSIONED, 1 + the version that was changed outside ``write()``."""
 WRITER = 96
 """The process that writes, or wrote last."""
 CAUSE = slice(1024, 1536)

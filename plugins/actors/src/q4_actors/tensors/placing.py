@@ -35,19 +35,19 @@ def mutable(  # noqa: PLR0913  # the options of one call
 
     Args:
         tensor: The first content: strided, on CPU or CUDA, of any dtype and shape. It is detached and copied once.
-        unified_memory: What is asked for. Defaults to that of ``q4.using``, else of ``Q4_UNIFIED_MEMORY``, else
+        unified_memory: The policy. Defaults to that of ``q4.using``, else of ``Q4_UNIFIED_MEMORY``, else
             ``DISABLED``.
-        device: Who computes. Defaults to that of ``q4.using``, else of ``Q4_DEVICE``, else the tensor's own.
+        device: Where to compute. Defaults to that of ``q4.using``, else of ``Q4_DEVICE``, else the tensor's own.
         mode: How an update and its readers are isolated from each other. Defaults to ``IN_PLACE`` where the tensor
             was promoted, so that its address stays the same, and else to ``VERSIONED``.
         name: For messages.
-        providers: Who is asked for managed memory. Defaults to the installed plugins'.
+        providers: Providers of managed memory. Defaults to the installed plugins'.
         version: The number of the first content.
 
     Raises:
         ConfigError: An option is not legal, or the device is not available.
         UnifiedMemoryError: Required, and no provider can; carries the device attributes.
-        InputError: ``tensor`` is none that can be shared so.
+        InputError: ``tensor`` can't be shared.
     """
     label = label_of(name)
     wanted: Any = None if mode is None else to_mode(label, mode)

@@ -54,15 +54,15 @@ class ThreadProtocol(State):
 
     def after_fork(self) -> None:
         """Refuse all use in a child, whose memory is another: what is written there, the parent never sees."""
-        self.renew()  # of the old one a lock may be held for ever
+        self.renew()  # a lock of the old one may never be released
         self.sync = None  # its device, and the turns of its sides, are the parent's
         self.is_closed = self.is_forked = True
 
     def observe(self) -> None:
-        """Look at what other processes have changed: nothing, here."""
+        """Refresh what other processes have changed: nothing, here."""
 
     def close(self) -> None:
-        """Drop the content, and wake everybody who waits."""
+        """Drop the content, and wake all waiting threads."""
         with self.lock:
             self.is_closed = True
             self.tensor, self.last_work = torch.empty(0, device="cpu"), None
@@ -89,15 +89,15 @@ class ThreadProtocol(State):
                 finally:
                     self.waiting -= 1
 
-    # -- blocks that nobody leaves
+    # -- blocks whose thread has ended
 
     def reclaim(self) -> None:
-        """Take back what threads that have ended hold: a reader's place, and an update, which has failed."""
+        """Release what ended threads hold: a reader's place, and an update, which has failed."""
         writer = self.gate.writer
-        if writer is not None and writer.thread() is None:  # known as failed before anybody else is let in
+        if writer is not None and writer.thread() is None:  # marked as failed before another block is admitted
             self.note_failure("a writer's thread ended without leaving its block")
             self.gate.end_write(writer)
-            writer.is_admitted = True  # so that an error meets whoever leaves its block
+            writer.is_admitted = True  # so that leaving its block raises
             self.release_write()
         for ticket in self.gate.evict_readers():
             self.is_unsettled = self.is_in_place
@@ -110,7 +110,7 @@ class ThreadProtocol(State):
         """Release what the writer holds in addition to its place among the threads."""
 
     def drop_read(self, view: ReadTicket) -> None:
-        """Take back whatever a read that ends before its time has taken."""
+        """Release what a read holds that did not begin."""
         if self.sync is not None:
             self.sync.leave(view)
         with self.lock:
@@ -118,7 +118,7 @@ class ThreadProtocol(State):
             self.release_read(view)
 
     def drop_write(self, block: WriteTicket) -> None:
-        """Take back whatever an update that did not begin has taken."""
+        """Release what an update holds that did not begin."""
         if self.sync is not None:
             self.sync.leave(block)
         with self.lock:
@@ -135,7 +135,7 @@ class ThreadProtocol(State):
     # -- checks before and while a block waits
 
     def check_waiting(self) -> None:
-        """Look whether who is waited for can still leave, and raise if it is closed or poisoned."""
+        """Evict holders whose threads have ended, and raise if the tensor is closed or poisoned."""
         self.reclaim()
         if self.is_closed or self.poison is not None:
             self.check()
@@ -147,10 +147,10 @@ class ThreadProtocol(State):
             self.raise_closed()
         if self.poison is None:
             hint = "Update it with write() or replace(tensor)."
-            raise LifecycleError(f"{self.label} is not poisoned, so reset() has nothing to mend", hint=hint)
+            raise LifecycleError(f"{self.label} is not poisoned, so reset() has nothing to repair", hint=hint)
 
     def check_not_inside(self) -> None:
-        """Raise, where a thread waits for a version that its own block keeps from coming."""
+        """Raise where a thread waits for a version that its own block prevents."""
         thread, gate = HERE.thread, self.gate
         if gate.is_writing(thread) or (self.is_in_place and gate.is_reading(thread)):
             self.raise_conflict("can't wait() inside this thread's own block", "It would never end.")
@@ -158,7 +158,7 @@ class ThreadProtocol(State):
     # -- reading
 
     def begin_read(self, view: ReadTicket) -> torch.Tensor:
-        """Let the view in, when its turn comes, to the newest version; if that raises, ``drop_read`` must follow."""
+        """Admit the view to the newest version when its turn comes; if that raises, ``drop_read`` must follow."""
         sync = self.sync
         if sync is not None:
             sync.arrive(view)
@@ -174,7 +174,7 @@ class ThreadProtocol(State):
         return base.detach() if side is None else side
 
     def enter_read(self, view: ReadTicket) -> None:
-        """Let the view in among the threads of this process, in its turn."""
+        """Admit the view among the threads of this process, in its turn."""
         gate = self.gate
         if self.is_in_place and gate.is_writing(view.thread):
             self.raise_nested_use("read", "write")
@@ -182,7 +182,7 @@ class ThreadProtocol(State):
             self.raise_timeout("read", view.timeout, "a writer is there")
 
     def end_read(self, view: ReadTicket, error: BaseException | None) -> None:
-        """Let the view out, after a look at whether its version is still what it was."""
+        """Release the view, after a check that its version was not changed."""
         base, version = view.base, view.number
         is_late = False
         del view.base  # an old version goes with its last reader
@@ -207,7 +207,7 @@ class ThreadProtocol(State):
     # -- writing
 
     def begin_write(self, block: WriteTicket) -> torch.Tensor:
-        """Let the block in, when its turn comes, and return an alias of what it may change; or ``drop_write``."""
+        """Admit the block in its turn, and return an alias of what it may change; on an error, call ``drop_write``."""
         sync, side = self.sync, None
         if sync is not None:
             sync.arrive(block)
@@ -229,7 +229,7 @@ class ThreadProtocol(State):
         return alias if side is None else side
 
     def enter_write(self, block: WriteTicket) -> None:
-        """Let the block in among the threads of this process when its turn comes, or refuse it."""
+        """Admit the block among the threads of this process when its turn comes, or raise."""
         gate = self.gate
         check = self.check_healing if block.healing else self.check_waiting
         check()
@@ -261,14 +261,14 @@ class ThreadProtocol(State):
         return copy
 
     def end_write(self, block: WriteTicket, error: BaseException | None) -> None:
-        """Publish the update, or drop it, or poison the content; then let the block out."""
+        """Publish the update, or drop it, or poison the content; then release the block."""
         work, alias = block.work, block.alias
         del block.work, block.alias
         problem = error
         try:
             if problem is None:
                 self.check_form(block, work, alias)
-        except BaseException as raised:  # noqa: BLE001  # whatever it is, the tensor must be left in a known state
+        except BaseException as raised:  # noqa: BLE001  # after any error the tensor must be left in a known state
             problem = raised
         if self.sync is not None:
             problem = self.sync.end_write(block, work, problem)

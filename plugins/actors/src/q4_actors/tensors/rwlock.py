@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["LOOK_INTERVAL_S", "RWLock"]
 
 LOOK_INTERVAL_S = 0.1
-"""How long a waiting thread sleeps before it looks again whether the one it waits for can still leave."""
+"""How long a waiting thread sleeps before it checks again that the thread it waits for still lives."""
 
 
 class RWLock:
-    """One writer at a time; readers at any time, or (``excludes_readers``) only while nobody writes.
+    """One writer at a time; readers at any time, or (``excludes_readers``) only while no thread writes.
 
-    The lock is fair rather than fast: a reader that comes while a writer writes or waits, waits. Whoever leaves passes
-    the turn on, under the lock: after a write to all readers that wait by then, then to the writer that has waited
-    longest. So a stream of readers can't starve a writer, nor a stream of writers a reader. A thread that reads already
-    may always read once more.
+    The lock is fair rather than fast: a reader that comes while a writer writes or waits, waits. A block that ends
+    passes the turn on, under the lock: after a write to all readers that wait by then, then to the writer that has
+    waited longest. So readers can't starve a writer, and writers can't starve a reader. A thread that reads already may
+    always read once more.
 
     Every method is called with ``lock`` held.
 
@@ -46,7 +46,7 @@ class RWLock:
 
     @property
     def has_writer(self) -> bool:
-        """Whether somebody writes, or waits to."""
+        """Whether a thread writes, or waits to."""
         return self.writer is not None or bool(self._waiting_writers)
 
     def is_writing(self, thread: Thread) -> bool:
@@ -120,7 +120,7 @@ class RWLock:
         return ended
 
     def wake(self) -> None:
-        """Let everybody who waits look at ``check`` again."""
+        """Let all waiting threads call ``check`` again."""
         for ticket in (*self._waiting_readers, *self._waiting_writers):
             ticket.bell.notify()
 
@@ -150,7 +150,7 @@ class RWLock:
         queue.append(ticket)
         try:
             while not ticket.is_admitted:
-                check()  # which may let it in
+                check()  # which may admit it
                 remaining = LOOK_INTERVAL_S if deadline is None else min(deadline - time.monotonic(), LOOK_INTERVAL_S)
                 if ticket.is_admitted or remaining <= 0:
                     break

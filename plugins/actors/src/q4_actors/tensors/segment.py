@@ -116,7 +116,7 @@ class Segment:
             finally:
                 os.close(file)
         except OSError as error:
-            hint = f"Look at {FOLDER}: its size, its rights, and the limit on open files."
+            hint = f"Check {FOLDER}: its size, its permissions, and the limit on open files."
             raise LifecycleError(f"{label} gets no shared memory: {error}", hint=hint) from error
 
     @classmethod
@@ -175,7 +175,7 @@ class Segment:
 
     @property
     def is_cut(self) -> bool:
-        """Whether somebody has cut the file short, so that a look at what is gone would end the process."""
+        """Whether the file was truncated, so that access to the missing part would end the process."""
         return not self.is_disposed and self.locks.size() < self.form.total
 
     def close_first(self, part: Any) -> None:
@@ -188,11 +188,11 @@ class Segment:
         self.memory, self._bytes, self.words, self.slots = None, header, header.cast("q"), []
 
     def remove_name(self) -> None:
-        """Let nobody else attach."""
+        """Remove the name, so that no other process can attach."""
         (FOLDER / self.name).unlink(missing_ok=True)
 
     def reopen(self) -> None:
-        """Begin anew in a forked child, which is not the maker and holds none of its parent's locks."""
+        """Reset in a forked child, which is not the maker and holds none of its parent's locks."""
         self.is_maker = False
         self.locks.reopen(USED)
 

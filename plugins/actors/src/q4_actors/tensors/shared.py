@@ -43,7 +43,7 @@ class SharedMutableTensor(MutableTensor):
         version: The number of the first content, where it goes on from a snapshot.
 
     Raises:
-        InputError: ``tensor`` is none that can be shared so, or there is too little shared memory.
+        InputError: ``tensor`` can't be shared, or there is too little shared memory.
         ConfigError: ``mode``, ``name``, ``slots`` or ``version`` is not legal, or the extension module is missing:
             outside Linux, or where q4-actors was installed without a C++ compiler.
         LifecycleError: The system refuses a file or a lock.

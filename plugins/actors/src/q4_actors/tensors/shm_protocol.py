@@ -35,7 +35,7 @@ __all__ = ["ShmProtocol"]
 
 LONGEST_LOOK_S = 1.0
 VERSION_SLEEP_S = 0.01
-"""Who waits for a version is woken; if the process that would wake it is killed just before, it looks by itself."""
+"""A thread that waits for a version is woken; if the process that would wake it is killed before, it polls."""
 
 
 class ShmProtocol(ThreadProtocol):
@@ -63,12 +63,12 @@ class ShmProtocol(ThreadProtocol):
         return SharedRWLock(self.cells, excludes_readers=self.is_in_place)
 
     def renew(self) -> None:
-        """Begin with nobody inside."""
+        """Reset to no block inside."""
         super().renew()
         self.turns = Turns(self.segment, self.cells, self.liveness)
 
     def after_fork(self) -> None:
-        """Begin anew in a child: what its parent's threads hold is the parent's."""
+        """Reset in a child: what its parent's threads hold is the parent's."""
         self.cells.after_fork()
         self.renew()
         try:
@@ -83,27 +83,27 @@ class ShmProtocol(ThreadProtocol):
         self.cells.is_shut = self.is_closed
 
     def _notice_fork(self) -> None:
-        """Begin anew in a child that was forked by another than Python, which calls ``after_fork``."""
+        """Reset in a child that was not forked by Python, which would have called ``after_fork``."""
         if not self.cells.is_own and not self.is_closed:
             self.check_size()
             self.after_fork()
 
-    # -- a look at the header
+    # -- reading the header
 
     def check_size(self) -> None:
-        """Raise if somebody has cut the file short."""
+        """Raise if the file was truncated."""
         if not self.is_closed and self.segment.is_cut:
             size, total = self.segment.locks.size(), self.segment.form.total
-            text = f"{self.label} is lost: somebody has cut its file from {total} bytes to {size}"
+            text = f"{self.label} is lost: its file was truncated from {total} bytes to {size}"
             raise LifecycleError(text, hint="Make a new one.")
 
     def observe(self) -> None:
-        """Look at what other processes have changed."""
+        """Refresh what other processes have changed."""
         self.check_size()
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at version and state, which other processes change."""
+        """Refresh version and state, which other processes change."""
         if self.segment.words[CLOSED]:
             self.is_closed = True
         if not self.is_closed:
@@ -131,7 +131,7 @@ class ShmProtocol(ThreadProtocol):
     # -- what the extension module calls
 
     def poll(self) -> None:
-        """Look why a reader may not be let in, and raise; or do what makes it possible."""
+        """Raise the reason why a reader can't be admitted, or remove it."""
         self._notice_fork()
         with self.lock:
             self.check_waiting()
@@ -141,7 +141,7 @@ class ShmProtocol(ThreadProtocol):
         return ReadView(self, timeout)
 
     def pass_turn(self) -> None:
-        """Let in a writer of this process after the last reader."""
+        """Admit a writer of this process after the last reader."""
         with self.lock:
             self.gate.pass_turn()
 
@@ -162,7 +162,7 @@ class ShmProtocol(ThreadProtocol):
             self.reads = self.cells.reads - self.snapshots
 
     def release_read(self, view: ReadTicket) -> None:  # type: ignore[override]  # no other tickets read
-        """Let a block that waited out, and this process with the last one."""
+        """Release a block that waited, and with the last one the slot for this process."""
         self.turns.end_read(view)
         self.dispose()
 
@@ -174,7 +174,7 @@ class ShmProtocol(ThreadProtocol):
         self.dispose()
 
     def close(self) -> None:
-        """Release this handle, and wake everybody who waits; the maker ends it for all processes."""
+        """Release this handle, and wake all waiting threads; its creator closes it for all processes."""
         with self.lock:
             segment = self.segment
             if segment.is_maker:
@@ -190,7 +190,7 @@ class ShmProtocol(ThreadProtocol):
             self.dispose()
 
     def dispose(self) -> None:
-        """Give everything back once a closed handle has nobody inside any more."""
+        """Release everything once a closed handle has no block inside."""
         if self.is_released and not (self.gate.writer or self.gate.readers or self.cells.open):
             self.segment.close()
             self.segment.release()
@@ -198,7 +198,7 @@ class ShmProtocol(ThreadProtocol):
     # -- reading
 
     def begin_read(self, view: ReadTicket) -> torch.Tensor:
-        """Let the view in, when its turn comes; if that raises, ``drop_read`` must follow."""
+        """Admit the view when its turn comes; if that raises, ``drop_read`` must follow."""
         self._notice_fork()
         backoff = Backoff(view.timeout)
         with self.lock:
@@ -233,7 +233,7 @@ class ShmProtocol(ThreadProtocol):
         return True
 
     def end_read(self, view: ReadTicket, error: BaseException | None) -> None:
-        """Let the view out, after a look at whether the content is still what it was."""
+        """Release the view, after a check that the content was not changed."""
         self._notice_fork()
         super().end_read(view, error)
 
@@ -260,7 +260,7 @@ class ShmProtocol(ThreadProtocol):
     # -- writing
 
     def begin_write(self, block: WriteTicket) -> torch.Tensor:
-        """Let the block in, when its turn comes, and return an alias of what it may change; or ``drop_write``."""
+        """Admit the block in its turn, and return an alias of what it may change; on an error, call ``drop_write``."""
         self._notice_fork()
         timeout = block.timeout
         backoff = None if timeout is None else Backoff(timeout)
@@ -305,7 +305,7 @@ class ShmProtocol(ThreadProtocol):
             self.raise_external_write(self.segment.slots[slot], self.version)
 
     def end_write(self, block: WriteTicket, error: BaseException | None) -> None:
-        """Publish the update, or drop it, or poison the content; then let the block out."""
+        """Publish the update, or drop it, or poison the content; then release the block."""
         self._notice_fork()
         work, alias = block.work, block.alias
         # Mostly all is well. To find out by what all contents do costs a third of a block.

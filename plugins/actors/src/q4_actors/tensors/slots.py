@@ -63,7 +63,7 @@ class Slots:
         cells = self._cells
         if cells.current != word:  # so that the bar is seen, too
             return None
-        # Nobody writes while this process reads, or has the turn.
+        # No process writes while this process reads, or has the turn.
         if not (cells.is_holding or cells.has_turn):
             held = cells.barred
             if held and self._liveness.is_alive(held):

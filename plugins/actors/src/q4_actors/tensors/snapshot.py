@@ -17,7 +17,7 @@ class Snapshot:
     """The reader's own copy of one version.
 
     Args:
-        tensor: Contiguous, detached, shared with nobody.
+        tensor: Contiguous, detached, not shared.
         version: The version that it is a copy of.
     """
 
@@ -30,10 +30,10 @@ class MutableStats:
     """What has happened since the tensor was made; of a ``SharedMutableTensor`` by this process, on Ray by this handle.
 
     Args:
-        reads: ``read()`` blocks that were let in.
+        reads: ``read()`` blocks that were admitted.
         writes: Updates that took effect, by ``write()``, ``replace()`` and ``reset()``.
         snapshots: Snapshots taken.
-        failures: Updates that were let in and did not take effect.
+        failures: Updates that were admitted and did not take effect.
         conflicts: ``WriteConflictError`` raised.
         copies: Copies of the whole content.
         bytes_copied: Bytes of these copies.

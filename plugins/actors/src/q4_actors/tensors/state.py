@@ -54,7 +54,7 @@ class State:
         return RWLock(excludes_readers=self.is_in_place)
 
     def renew(self) -> None:
-        """Begin with nobody inside, and nothing counted."""
+        """Reset to no block inside and nothing counted."""
         self.gate = self.make_gate()
         self.lock = self.gate.lock
         self.grown = threading.Condition(self.lock)
@@ -68,7 +68,7 @@ class State:
         self.bytes_copied += self.nbytes
 
     def set_poison(self, cause: str) -> None:
-        """Declare the content unknown, and wake everybody who waits."""
+        """Declare the content unknown, and wake all waiting threads."""
         self.poison = cause
         self.gate.wake()
         self.grown.notify_all()

@@ -152,7 +152,7 @@ class StreamEvents:
         if stream != begun_on:
             self._streams.keep(tensor)
         if is_reading:
-            if self._is_in_place:  # else nobody writes there again, and the allocator waits
+            if self._is_in_place:  # else it is not written again, and the allocator waits
                 self._read[stream] = self._streams.record()
             return
         event = self._streams.record()
@@ -180,7 +180,7 @@ class StreamEvents:
             self._read = {}
 
     def settle(self) -> None:
-        """Let the CPU wait for the whole device, where nobody knows which stream was used."""
+        """Let the CPU wait for the whole device, where the stream that was used is not known."""
         self._streams.synchronise()
         self._written, self._read = {}, {}
 

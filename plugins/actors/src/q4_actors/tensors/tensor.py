@@ -48,7 +48,7 @@ class MutableTensor:
         version: The number of the first content, where it goes on from a snapshot.
 
     Raises:
-        InputError: ``tensor`` is none that can be shared so.
+        InputError: ``tensor`` can't be shared.
         ConfigError: ``mode``, ``name`` or ``version`` is not legal.
         UnifiedMemoryError: ``tensor`` lies in a provider's memory, and there is no room for a copy.
         LifecycleError: It lies in memory that its provider took back, or where none can be had at this time.
@@ -163,7 +163,7 @@ class MutableTensor:
         Raises:
             LifecycleError: It is closed (on entering, as all that follow). Or an ``IN_PLACE`` block is left after its
                 thread has ended and its turn was given back.
-            PoisonedError: The content is unknown; or (on leaving) somebody changed the version while it was read.
+            PoisonedError: The content is unknown; or (on leaving) the version was changed while it was read.
             WriteConflictError: The time ran out; or an ``IN_PLACE`` read inside this thread's own write.
             ConfigError: ``timeout`` or ``device`` is not legal.
         """
@@ -298,7 +298,7 @@ class MutableTensor:
     def close(self) -> None:
         """Drop the content; later use is a ``LifecycleError``. Closing twice is allowed.
 
-        Whoever waits gets that error; readers inside their block keep their version; an update under way is dropped.
+        Waiting threads raise that error; readers inside their block keep their version; an update under way is dropped.
         Between processes this one's handle is closed; the maker's ``close()`` ends it for all.
         """
         self._protocol.close()

@@ -26,7 +26,7 @@ Thread: TypeAlias = "weakref.ref[_Life]"
 """A thread, by its life: refers to None once it has ended, and equals no later one, unlike the system's numbers."""
 
 ENDED: list[Callable[[Thread], None]] = []
-"""Called by a thread that ends while somebody still keeps its ``Thread``: inside a block, most likely."""
+"""Called by a thread that ends while its ``Thread`` is still referenced: inside a block, most likely."""
 
 
 def _report_end(thread: Thread, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:

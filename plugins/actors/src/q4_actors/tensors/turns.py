@@ -47,7 +47,7 @@ class SharedRWLock(RWLock):
         return super().try_write(ticket)
 
     def pass_turn(self) -> None:
-        """Let in whose turn it is, but no writer while threads read."""
+        """Admit the next ticket in turn, but no writer while threads read."""
         if not (self._excludes_readers and self._waiting_writers and self._cells.open):
             super().pass_turn()
 
@@ -95,7 +95,7 @@ class Turns:
             self._cells.say_kept_out(bool(self.blocked))
 
     def end_read(self, view: ReadTicket) -> None:
-        """Let a block that waited out, and this process with the last one."""
+        """Release a block that waited, and with the last one the slot for this process."""
         self.end_wait(view)
         if view in self.inside:
             self.inside.remove(view)
@@ -143,7 +143,7 @@ class Turns:
                 time.sleep(pause)
 
     def await_readers(self) -> bool:
-        """Let readers that wait go first, for a time; return whether some still wait then."""
+        """Let waiting readers go first, for a limited time; return whether some still wait then."""
         backoff = Backoff(READERS_TURN_S)
         while self._cells.is_readers_turn():
             pause = backoff.next()
