@@ -27,11 +27,11 @@ enum Word {
     kCurrent = 64, kClosed = 72, kTainted = 73, kBarred = 80, kBarAwaited = 81, kMoves = 88, kMovesAwaited = 89, kUnbarredAt = 90, kWriterProcess = 96,
     kTurn = 104, kRowsUsed = 112, kTokens = 113, kAwaited = 120, kTurnAwaited = 121
 };
-// Beside the version in one word, where there is one slot.
+// In one word with the version, where there is one slot.
 enum State { kHealthy = 0, kWriting = 1, kPoisoned = 2 };
 // The bits of a row, where there is one slot.
 constexpr uint64_t kReads = 1, kKeptOut = 2;
-// How long after the end of an update the readers that it kept out may go first.
+// How long after the end of an update the readers that it blocked may go first.
 constexpr int64_t kReadersTurnNs = 1'200'000;
 
 inline int64_t now_ns() {
@@ -165,7 +165,7 @@ class Cells {
         if (is_own()) drop(kReads);
     }
 
-    // Say whether readers of this process are kept out, so that the next writer lets them go first.
+    // Record whether readers of this process are blocked, so that the next writer lets them go first.
     void say_kept_out(bool is_any) {
         if (!is_own()) return;
         if (is_any) {
@@ -183,7 +183,7 @@ class Cells {
         return false;
     }
 
-    // Whether readers that were kept out are still to go first; those that did not get to run in time go with the others.
+    // Whether readers that were blocked may still go first; those that did not get to run in time go with the others.
     bool is_readers_turn() const { return is_any(kKeptOut) && now_ns() - word(kUnbarredAt) < kReadersTurnNs; }
 
     // Keep new readers out, and return whether none are left. Whose turn it is calls this.
@@ -230,7 +230,7 @@ class Cells {
         if (word(kBarAwaited)) wake(kBarred, kBarAwaited);
     }
 
-    // Clear a bit, and tell a writer that waits for that.
+    // Clear a bit, and wake a writer that waits for that.
     void drop(uint64_t bit) {
         __atomic_fetch_and(&rows_[row_].slots, ~bit, __ATOMIC_SEQ_CST);
         fence();

@@ -112,7 +112,7 @@ class View {
         return true;
     }
 
-    // Wait among the threads of this process, then among the processes; or be told why not.
+    // Wait among the threads of this process, then among the processes; raises the reason if it can't.
     void enter_in_turn() {
         turn_ = ask(content_, names().read_in_turn, timeout_);
         ask(turn_, names().enter);
@@ -140,11 +140,11 @@ class View {
     }
 
     void leave() {
-        if (stage_ == kInside) core_.unlink(*this);  // else it was put out meanwhile
+        if (stage_ == kInside) core_.unlink(*this);  // else it was evicted meanwhile
         stage_ = kLeft;
     }
 
-    // It is told while the slot is still held, so that it is told of this version.
+    // It is reported while the slot is still held, so that the report is of this version.
     void leave_after_a_change(bool raises) {
         try {
             ask(content_, names().raise_external_write, nb::object(core_.slot(slot_).tensor), nb::cast(version_));
@@ -203,7 +203,7 @@ inline bool Core::is_reading(nb::handle thread) const {
     return false;
 }
 
-// Put out readers whose thread has ended.
+// Evict readers whose thread has ended.
 inline int Core::reclaim() {
     int count = 0;
     const bool is_there = is_whole();

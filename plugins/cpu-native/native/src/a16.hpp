@@ -2,8 +2,8 @@
 //
 // Of eight in-features that stand in a line, levels 0 and 2, 4 and 6, 1 and 3, 5 and 7 of a row are pairs of 16 bits in the
 // row's lane: masks give them where codes are their own levels, and a pair of activations is one broadcast. Activations
-// have 16 bits of scale, amax / 32766, and tables of words beyond 4095 meet amax / 16383 (layout.hpp). What that errs by
-// stands in docs/decisions/0026-int16-activations.md.
+// have 16 bits of scale, amax / 32766, and tables of words beyond 4095 meet amax / 16383 (layout.hpp). Its error
+// is in docs/decisions/0026-int16-activations.md.
 //
 // Sums of 32 in-features stay within 31 bits for levels up to 255 (16 times 15 for those that masks leave in a high nibble),
 // those of 16 for words up to 8191.

@@ -100,7 +100,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
             }
         }
         if (to.values && is_odd) {
-            is_odd = !is_infinite;  // beside what is infinite nothing can be saved
+            is_odd = !is_infinite;  // with an infinity in the row nothing can be saved
             for (int64_t k = 0; is_odd && k < at.chunks * kChunk; ++k)
                 to.values[(pass.first * at.chunks + k / kChunk * pass.rows + r) * kChunk + k % kChunk] /= kShrink;
         }

@@ -1,5 +1,5 @@
-// The floating-point mode in which results are defined: rounded to nearest, subnormal numbers kept. A caller may have set
-// another one in its own thread, where a scale of 2^-127 would be zero, and the threads beside it would go on without.
+// The floating-point mode in which results are defined: rounded to nearest, subnormal numbers preserved. A caller may have set
+// another one in its own thread, where a scale of 2^-127 would be zero, and the other threads of the team would not have it.
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@
 // a16     the same in int16.
 //
 // Each family has two paths with the same arithmetic in the same order, so that a row's bits don't depend on how many
-// rows stand beside it. Few rows of x: codes are decoded as they are read, once for all rows of the pass (direct). Many:
+// rows are next to it. Few rows of x: codes are decoded as they are read, once for all rows of the pass (direct). Many:
 // a stretch of a tile is decoded once into a panel, which all rows then use.
 #pragma once
 
@@ -53,7 +53,7 @@ struct Spike : Place {
     float ends;  // 1 for the last one, after which the sum is scaled; else 0
 };
 
-// A number of x that is multiplied exactly, beside the rounded ones; see outliers.hpp.
+// A number of x that is multiplied exactly, in addition to the rounded ones; see outliers.hpp.
 struct Outlier : Place {
     float value;
 };
@@ -86,7 +86,7 @@ struct Head {
     float* out;
 };
 
-// What programs compute beside products; a result does not depend on what is computed beside it.
+// What programs compute besides products; a result does not depend on what is computed next to it.
 struct Operations {
     float (*dot)(const float* a, const float* b, int64_t count);
     // y[from … to) of a norm of x[count]; shift is added to the weight.

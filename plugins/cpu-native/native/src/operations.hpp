@@ -1,5 +1,5 @@
-// What programs compute beside products: norms, activations, attention, the largest numbers. Compiled per ISA. Each result is
-// made of the same operations in the same order wherever it stands, so that no number of threads changes a bit.
+// What programs compute besides products: norms, activations, attention, the largest numbers. Compiled per ISA. Each result is
+// made of the same operations in the same order at any position, so that no number of threads changes a bit.
 #pragma once
 
 #include <cmath>

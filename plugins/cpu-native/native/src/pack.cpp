@@ -15,7 +15,7 @@ namespace {
 
 // Ask for huge pages before tiles are written: streaming them then costs a tenth less where addresses are translated twice, as
 // in a virtual machine. Memory that an allocator gives out again has small pages already, which the second call joins, and
-// not dropped: somebody may have pinned them. A wish only: whoever doesn't know it, or has no such pages, goes on without.
+// not dropped: they may be pinned. A hint only: systems that don't know it, or have no such pages, ignore it.
 void ask_for_huge_pages(uint8_t* tiles, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr uintptr_t kPage = 2 << 20;

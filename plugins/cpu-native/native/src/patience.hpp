@@ -18,7 +18,7 @@ class Patience {
   public:
     bool is_alone(int64_t now_ns) const { return now_ns < until_.load(std::memory_order_relaxed); }
 
-    // Told after each shared call: when it began, when the caller was done with its own part, and when all were.
+    // Called after each shared call: when it began, when the caller had finished its own part, and when all had.
     void judge(int64_t start_ns, int64_t done_ns, int64_t end_ns) {
         const int64_t waited = end_ns - done_ns, factor = factor_.load(std::memory_order_relaxed);
         if (waited < done_ns - start_ns + Q4_CPU_STALL_NS) {

@@ -1,5 +1,5 @@
 // The parts of y = x wᵀ that calls and programs share: rows of x to the kernels' order, and tiles of w times these. Nothing
-// here takes memory, and a row of y has the same bits whichever rows and tiles are computed beside it.
+// here takes memory, and a row of y has the same bits whichever rows and tiles are computed next to it.
 #pragma once
 
 #include <type_traits>

@@ -139,7 +139,7 @@ void q4_program::linear(q4::Linear& l, int me, int team) {
         if (!l.is_shared()) {
             if (!l.has_layout) product.lay_out(0, product.pass_count);
         } else if (!l.has_layout) {
-            if (first && team > 1) barrier_.wait(me, team);  // all are done with the rows before
+            if (first && team > 1) barrier_.wait(me, team);  // all have finished the rows before
             const Range part = part_of(product.pass_count, me, team);
             product.lay_out(part.from, part.to);
             if (team > 1) barrier_.wait(me, team);

@@ -24,7 +24,7 @@ template <class V> int32_t widen_chunk(const uint8_t* from, int32_t type, float*
 
 // Returns the scale; whole levels up to `peak`, and the sum of each half's. NaN, with levels of 0, where integers can't hold
 // the numbers: one is not finite, or amax / peak is below the normal numbers, by which levels would overflow. The caller
-// computes such a row exactly. V tells the copies of the instruction sets apart, of which the linker would otherwise keep
+// computes such a row exactly. V distinguishes the copies of the instruction sets, of which the linker would otherwise keep
 // any one.
 template <class V> Q4_INLINE float whole_levels(const float* x, int32_t most, float peak, int32_t* whole, int32_t* sums) {
     float amax;

@@ -141,7 +141,7 @@ struct Avx2 {
         return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(line, 24 - 8 * Byte), 24));
     }
 
-    // A sum that GCC leaves where it stands: else it adds products to each other first, which then don't fit the registers,
+    // A sum that GCC leaves in its place: else it adds products to each other first, which then don't fit the registers,
     // and int16 panels take 1.3 times as long.
     static Ints in_order(Ints sum) {
         asm("" : "+x"(sum));

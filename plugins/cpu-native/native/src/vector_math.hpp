@@ -1,5 +1,5 @@
 // exp and its relatives on a vector, each element by itself: within 1e-6 of the true value, subnormal results less so. A NaN
-// stays one. The polynomials interpolate at Chebyshev points; beside each stands its own largest relative error.
+// stays one. The polynomials interpolate at Chebyshev points; next to each is its own largest relative error.
 #pragma once
 
 #include <cstdint>

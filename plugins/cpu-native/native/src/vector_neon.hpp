@@ -220,7 +220,7 @@ struct NeonDotprod {
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 struct NeonI8mm : NeonDotprod {
-    // A chunk of two rows of x, so that eight in-features of one stand beside those of the other.
+    // A chunk of two rows of x, so that eight in-features of one are next to those of the other.
     static void pair_rows(int8_t* levels, int rows) {
         for (int8_t* pair = levels; pair < levels + rows * kChunk; pair += 2 * kChunk) {
             const int8x16x2_t a = vld1q_s8_x2(pair), b = vld1q_s8_x2(pair + kChunk);

@@ -1,4 +1,4 @@
-"""Checks of ``quantize``'s arguments, before anything is computed where possible."""
+"""Validation of ``quantize``'s arguments, before anything is computed where possible."""
 
 from __future__ import annotations
 

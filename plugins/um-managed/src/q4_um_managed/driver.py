@@ -1,4 +1,4 @@
-"""Every call of CUDA's runtime, and of torch's side of it, in one place.
+"""``Driver``: all calls of CUDA's runtime, and of torch's side of it.
 
 ``Driver`` speaks to ``cupy.cuda.runtime`` (or a pretended one), to a configured libNVFP4 and to ``TorchSide`` (or a
 pretended one); nothing else in this package does. Calls that need a current device set it and put the thread's own

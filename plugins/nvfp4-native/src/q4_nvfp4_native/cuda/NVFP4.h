@@ -3,8 +3,8 @@
  * A library that exports all seven functions is used before q4core's own kernels. Copyright: Apache-2.0, as q4core.
  *
  * Rules for every function
- *   - Pointers are device addresses unless said otherwise; the caller owns all memory and keeps it until the stream is
- *     done with it. Nothing is allocated (but by NVFP4_to_managed), nothing waits for the device, and nothing is written
+ *   - Pointers are device addresses unless said otherwise; the caller owns all memory and keeps it until the stream
+ *     has finished. Nothing is allocated (but by NVFP4_to_managed), nothing waits for the device, and nothing is written
  *     but the outputs named here, so that calls can be captured into a CUDA graph.
  *   - `stream` is a cudaStream_t (CUstream) of the current device; NULL is the default stream.
  *   - Calls from several threads at once are allowed.
@@ -45,7 +45,7 @@ NVFP4_EXPORT int32_t NVFP4_abi_version(void);
  *   static_scale one positive float, the checkpoint's activation scale; NULL: each row gets its own
  *   codes, scales, rows   outputs; rows [m] float32, so that x[i, j] ~ code * scale * rows[i]
  * Values that lie on a grid of (E2M1 value) * (power of two), with a largest one in each block of 16 and one power of two
- * in each row, must be kept exactly; under a static scale those whose power of two is 2^-6 ... 2^8 times the smallest one that
+ * in each row, must be preserved exactly; under a static scale those whose power of two is 2^-6 ... 2^8 times the smallest one that
  * is not below the scale. A row that holds NaN or an infinity gets rows[i] = NaN. */
 NVFP4_EXPORT int32_t NVFP4_quantize(const void* x, int32_t x_type, int64_t m, int64_t k, int64_t row_step,
                                     const float* static_scale, uint8_t* codes, uint8_t* scales, float* rows,

@@ -28,7 +28,7 @@ struct Q4Quantize {
 
 constexpr uint32 kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
 
-// The E2M1 code of a finite value: nearest magnitude, ties to the even code, at most 6; the sign is kept.
+// The E2M1 code of a finite value: nearest magnitude, ties to the even code, at most 6; the sign is preserved.
 Q4_DEVICE uint32 e2m1_code(float value) {
     const uint32 bits = bits_of(value);
     const float size = float_of(bits & 0x7fffffffu);
