@@ -38,8 +38,8 @@ class Subject:
         distribution: Whose version counts.
         formats: The formats that it computes in.
         function: ``fn(x, weight, bias) -> y``.
-        claims: What ``check_linear`` is told of it.
-        told: The same in words, and where it is said.
+        claims: What it claims, as arguments of ``check_linear``.
+        in_words: The same in words, and where it is said.
         modules: What it imports.
         rows: N of the cases' usual weight.
         is_by_cpu: Whether it picks a kernel by the CPU, so that its verdicts do not hold for another.
@@ -50,7 +50,7 @@ class Subject:
     formats: tuple[str, ...]
     function: Callable[..., torch.Tensor]
     claims: Mapping[str, Any]
-    told: str
+    in_words: str
     modules: tuple[str, ...] = ()
     rows: int = 48
     is_by_cpu: bool = False
@@ -237,8 +237,8 @@ SUBJECTS = (
         claims={
             "dtypes": _EVERY, "has_out": True, "has_gradients": True, "roundings": _ONCE, "limit": _bitsandbytes_limit,
         },
-        told="x in float32, bfloat16 and float16; the weight is dequantised to x's dtype (one rounding of each weight "
-        "in the 16-bit ones), then multiplied; `out=`; gradients to x.",
+        in_words="x in float32, bfloat16 and float16. The weight is dequantised to x's dtype (one rounding of each "
+        "weight in the 16-bit ones), then multiplied; `out=`; gradients to x.",
         modules=("bitsandbytes",),
         is_by_cpu=True,
     ),
@@ -248,8 +248,8 @@ SUBJECTS = (
         formats=("nf4", "fp4"),
         function=_linear4bit,
         claims={"dtypes": _EVERY, "roundings": dict.fromkeys(_HALVES, 2), "limit": _linear4bit_limit},
-        told="x in float32, bfloat16 and float16, `compute_dtype` that of x; in the 16-bit ones scales and weights are "
-        "rounded to x's dtype (two roundings of each weight).",
+        in_words="x in float32, bfloat16 and float16, `compute_dtype` that of x. In the 16-bit ones scales and weights "
+        "are rounded to x's dtype (two roundings of each weight).",
         rows=64,
         modules=("bitsandbytes",),
         is_by_cpu=True,
@@ -262,8 +262,8 @@ SUBJECTS = (
         claims={
             "dtypes": _EVERY, "roundings": _ONCE, "limit": functools.partial(_unwritable, "torchao-nvfp4-linear"),
         },
-        told="x in float32, bfloat16 and float16; the weight is dequantised to x's dtype (one rounding of each weight "
-        "in the 16-bit ones), then multiplied.",
+        in_words="x in float32, bfloat16 and float16. The weight is dequantised to x's dtype (one rounding of each "
+        "weight in the 16-bit ones), then multiplied.",
         modules=("torchao.prototype.safetensors.safetensors_support",),
     ),
     Subject(
@@ -272,7 +272,7 @@ SUBJECTS = (
         formats=("int4",),
         function=_torchao_int4,
         claims={"dtypes": _EVERY, "limit": _int4_limit},
-        told="x in float32, bfloat16 and float16, scales and zero points in x's dtype.",
+        in_words="x in float32, bfloat16 and float16, scales and zero points in x's dtype.",
         modules=("torchao.prototype.quantization.int4.int4_opaque_tensor",),
     ),
     Subject(
@@ -281,7 +281,7 @@ SUBJECTS = (
         formats=("int4",),
         function=_int4pack_mm,
         claims={"dtypes": _EVERY, "has_bias": False, "limit": _int4_limit},
-        told="x [M, K] in float32, bfloat16 and float16, scales and zero points in x's dtype; no bias.",
+        in_words="x [M, K] in float32, bfloat16 and float16, scales and zero points in x's dtype; no bias.",
     ),
 )  # fmt: skip
 """Everything that is judged."""

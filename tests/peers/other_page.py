@@ -58,8 +58,8 @@ EXPLANATIONS = (
         subject=_LAYER,
         groups=("TC-11/strided",),
         dtypes=("bfloat16", "float16"),
-        text="The AVX512-BF16 kernel steps through x by the stride of its rows alone, so that an x whose elements do "
-        "not lie side by side gives other numbers, without an error.",
+        text="The AVX512-BF16 kernel steps through x by the stride of its rows alone. An x whose elements do not lie "
+        "side by side gives other numbers, without an error.",
     ),
     Explanation(
         subject=_LAYER,
@@ -75,14 +75,14 @@ EXPLANATIONS = (
     Explanation(
         subject=_LAYER,
         dtypes=("float16",),
-        text="On a CPU with AVX512-BF16 the layer computes in bfloat16, also where `compute_dtype` is float16: a few "
+        text="On a CPU with AVX512-BF16 the layer computes in bfloat16, also where `compute_dtype` is float16. A few "
         "elements are off by more than roundings to float16 explain.",
     ),
     Explanation(
         subject=_INT4,
         groups=("TC-09/bias", "TC-11/cut", "EX-03", "EX-08", "EX-10/zeros"),
         dtypes=("bfloat16", "float16"),
-        text="The bias is added to a product that is already rounded to x's dtype, so that a sum is rounded twice.",
+        text="The bias is added to a product that is already rounded to x's dtype. So a sum is rounded twice.",
     ),
 )
 """What was found by hand, the special before the general."""
@@ -92,13 +92,13 @@ _INTRODUCTION = """\
 
 `q4_conformance.check_linear` judges any function `fn(x, weight, bias)`. Here it judges 4-bit layers of other libraries
 on the CPU, by the same cases and bounds as our own backends. Each library is given the tensors that its own files have,
-loaded as its users' models are, and is held to what it says of itself: the claims stand below the table. What it does
+loaded as its users' models are. It is judged by its own claims, which are below the table. What it does
 not claim ends as *not declared* and counts neither for nor against it.
 
-- A **pass** means that every element of every draw lies within a bound that follows from float32 arithmetic and from
-  the roundings that are claimed, against float64 products of the stored bytes.
+- A **pass** means that every element of every draw lies within a bound, against float64 products of the stored bytes.
+  The bound follows from float32 arithmetic and from the roundings that are claimed.
 - A **failure** is a fact about one version on one CPU, not about a library's worth. Most failures here are a choice
-  for speed (16-bit arithmetic). Each reason was looked into by hand, and `tests/peers/test_other_libraries.py` shows it
+  for speed (16-bit arithmetic). Each reason was found by hand, and `tests/peers/test_other_libraries.py` shows it
   again without the kit.
 """
 
@@ -129,7 +129,7 @@ def page_of(verdicts: Mapping[str, Any]) -> str:
     """Return the page, as Markdown."""
     usual = linear_cases([SUBJECTS[0].formats[0]])[0].weight_recipe.n
     claims = [
-        f"- **{subject.name}:** {subject.told}"
+        f"- **{subject.name}:** {subject.in_words}"
         + ("" if subject.rows == usual else f" The cases' usual weight has N = {subject.rows} here, which it takes.")
         for subject in SUBJECTS
     ]
@@ -142,13 +142,13 @@ def page_of(verdicts: Mapping[str, Any]) -> str:
 def _facts(facts: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     has = [name for name, there in facts["kernels"].items() if there]
-    sets = f"of the instruction sets that kernels are picked by: {', '.join(has) or 'none'}"
-    anew = "`nox -s others`; `nox -s peers` compares the counts"
+    sets = f"Of the instruction sets that kernels are picked by it has: {', '.join(has) or 'none'}"
+    maker = "`nox -s others`; `nox -s peers` compares the counts"
     lines = (
         f"- **Versions:** {versions}, Python {facts['python']}",
-        f"- **Machine:** {facts['processor']}, {facts['system']}, {facts['threads']} threads; {sets}",
+        f"- **Machine:** {facts['processor']}, {facts['system']}, {facts['threads']} threads. {sets}",
         f"- **Date:** {facts['date']}",
-        f"- **Made anew by:** {anew}. Those of bitsandbytes hold for CPUs with these instruction sets.",
+        f"- **Made by:** {maker}. Those of bitsandbytes hold for CPUs with these instruction sets.",
     )
     return "\n".join(map(_item, lines))
 
