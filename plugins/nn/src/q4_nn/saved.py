@@ -1,4 +1,4 @@
-"""Folders of our own: models in files that give back every bit that was saved.
+"""Folders of our own: models in files, restored bit for bit.
 
 A folder holds ``config.json`` (``model_type`` ``q4_nn``, with a description, or with what another package says of a
 model) and ``model.safetensors``. A tensor has the name that it has in the model before packing. A packed matrix ``x``

@@ -27,7 +27,7 @@ class EmissionError(Q4Error, ValueError, code="emission"):
 
 @attrs.frozen
 class Value:
-    """What a module takes or gives, while a program is made.
+    """An input or a result of a module, while a program is made.
 
     Args:
         view: Where it is: [rows, columns]; [1, all] for numbers.
@@ -174,7 +174,7 @@ class Operations:
         raise NotImplementedError
 
     def refuse(self, why: str) -> NoReturn:
-        """Say that the module whose turn it is emits nothing.
+        """Refuse a program, as the current module emits nothing.
 
         Raises:
             EmissionError: Always.

@@ -23,7 +23,7 @@ __all__ = ["Buffer", "Op", "Program", "Step", "View"]
 
 
 class Op(enum.Enum):
-    """What a step computes. Views are [rows, columns] of float32, unless a line says otherwise; R rows, C columns.
+    """The operation of a step. Views are [rows, columns] of float32, unless a line says otherwise; R rows, C columns.
 
     Sums are of float32 products in float32 or wider. ``numbers`` are the options of a step, in the order that is given.
     """

@@ -38,7 +38,7 @@ _BINARY: dict[Op, Callable[..., object]] = {Op.ADD: torch.add, Op.MULTIPLY: torc
 
 
 class Reference:
-    """What runs every program, and what backends are compared with; packed layers run through themselves."""
+    """The backend that runs every program, with which others are compared; packed layers run themselves."""
 
     name = "reference"
 

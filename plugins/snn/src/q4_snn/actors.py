@@ -34,7 +34,7 @@ _POLL_S = 0.5
 
 @attrs.frozen(eq=False)
 class _Shared:
-    """A projection as an actor gets it: a copy, whose packed layers lie in memory that all share.
+    """A projection as an actor gets it: a copy, whose packed layers are in shared memory.
 
     Args:
         item: The copy, with a place for each packed layer.
@@ -56,7 +56,7 @@ class _Shared:
 
 @attrs.frozen(eq=False)
 class _Part:
-    """A population as an actor has it; ``rows`` is how many tensors lie before the ring of outputs.
+    """A population as an actor has it; ``rows`` is the number of tensors before the ring of outputs.
 
     They are the neurons' state, then what is on its way in each projection, of which the last row may be filled up.
     """
@@ -178,7 +178,7 @@ class ActorNetwork:
         actors: How many, at most one for each population with neurons.
         **options: Of ``system.mutable``, for all tensors. On threads ``device="cuda"`` and
             ``unified_memory="require_unified"`` put them where CPU and GPU reach them, uncopied; they are read and
-            written from the side on which the network lies.
+            written from the device on which the network is.
 
     Raises:
         ConfigError: An argument is not legal, what is on its way in a projection has another dtype than the state, a
@@ -263,7 +263,7 @@ class ActorNetwork:
 
     @property
     def clock(self) -> int:
-        """How many steps all populations have done."""
+        """The number of steps that all populations have done."""
         return min(tensor.version for tensor in self._tensors.values())
 
     def __call__(
@@ -301,8 +301,8 @@ class ActorNetwork:
             self._step(step, {name: value[index] for name, value in sequences.items()})
             for name, (population, state) in places.items():
                 with self._tensors[population].read(device=self._side) as seen:
-                    lies = _output(seen.tensor, self._rows[population], step) if state is None else seen.tensor[state]
-                    found[name].append(lies.clone())
+                    view = _output(seen.tensor, self._rows[population], step) if state is None else seen.tensor[state]
+                    found[name].append(view.clone())
         return {name: torch.stack(steps) for name, steps in found.items()}
 
     def _step(self, step: int, inputs: Mapping[str, torch.Tensor]) -> None:

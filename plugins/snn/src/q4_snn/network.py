@@ -130,7 +130,7 @@ class Network(nn.Module):
             What each population gave (spikes, or an ``LI``'s membranes), and the state.
 
         Raises:
-            InputError: An input lacks, or input or state is of another size.
+            InputError: An input is missing, or input or state is of another size.
         """
         state = self._begin(inputs, state)
         inputs = {name: inputs[name] for name in self.inputs}

@@ -69,7 +69,7 @@ class Neuron(nn.Module):
 
     @property
     def size(self) -> int | None:
-        """How many neurons the parameters are for; None where any number will do."""
+        """The number of neurons that the parameters are for; None for any number."""
         return self._size
 
     def _number(self, name: str, value: Any) -> float:
@@ -198,7 +198,7 @@ class Membrane(Neuron):
 
     @property
     def gain(self) -> Parameter:
-        """What one unit of current adds in a step: r · dt / tau_mem, or 1 where r is None."""
+        """The change by one unit of current in a step: r · dt / tau_mem, or 1 where r is None."""
         return gain_of(self.dt, self.tau_mem, getattr(self, "r", None))
 
     def _integrate(self, mem: torch.Tensor, current: torch.Tensor) -> torch.Tensor:

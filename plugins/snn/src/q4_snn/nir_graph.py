@@ -23,7 +23,7 @@ class NirError(InputError, code="nir"):
 
 @attrs.frozen
 class Path:
-    """What leads from one population to another: one node of weights, and delays in steps."""
+    """A path from one population to another: one node of weights, and delays in steps."""
 
     source: str
     target: str
@@ -37,7 +37,7 @@ def clean(name: str) -> str:
 
 
 def flattened(graph: Any, prefix: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return nodes and edges, those of graphs within it in the place of these."""
+    """Return nodes and edges, those of inner graphs instead of the graphs themselves."""
     nodes: dict[str, Any] = {}
     edges: list[tuple[str, str]] = []
     enters, leaves = {}, {}
@@ -109,13 +109,13 @@ def sizes_of(ends: list[str], nodes: dict[str, Any], paths: list[Path]) -> dict[
     for name in ends:
         node = nodes[name]
         own = int(np.prod(next(iter(node.input_type.values())), dtype=np.int64))
-        said = {nodes[p.weight].weight.shape[0] for p in paths if p.target == name}
-        said |= {nodes[p.weight].weight.shape[1] for p in paths if p.source == name}
-        if not said or own > 1:
-            said.add(own)
-        if len(said) != 1:
-            raise NirError("from_nir", name="size", rule="one", value=sorted(said), where=name)
-        found[name] = said.pop()
+        sizes = {nodes[p.weight].weight.shape[0] for p in paths if p.target == name}
+        sizes |= {nodes[p.weight].weight.shape[1] for p in paths if p.source == name}
+        if not sizes or own > 1:
+            sizes.add(own)
+        if len(sizes) != 1:
+            raise NirError("from_nir", name="size", rule="one", value=sorted(sizes), where=name)
+        found[name] = sizes.pop()
     return found
 
 

@@ -57,7 +57,7 @@ class RunsSpikes(Protocol):
 
 @attrs.define(eq=False)
 class SpikeRecord(Record):
-    """How often a layer's products with spikes ran sparsely, and how often densely.
+    """Counts of a layer's sparse and dense products with spikes.
 
     Args:
         layer: Its name.
@@ -103,7 +103,7 @@ class SpikeProduct:
         self.layer = layer
         known = record_of(layer, SpikeRecord.section)
         self.record = known if isinstance(known, SpikeRecord) else SpikeRecord(layer.name)
-        """Who runs it, why not sparsely, and how often each product ran."""
+        """The backend that runs it, reasons against sparse products, and the count of each product."""
         attach_record(self.record, [layer])
         self._sparse: Any = None
         self._handle = self._new_handle()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["EventProduct", "Product", "Projection", "Synapses", "coming_of", "numbers_of", "product_of"]
 
 Product = Callable[..., torch.Tensor]
-"""What gives the input of a target [B, n] from spikes [B, m], and from what a projection has on its way."""
+"""Function that returns the input of a target [B, n] from spikes [B, m] and from what is on its way."""
 _ROWS_AHEAD = 64
 """Rows of spikes that go in one product, where they are known: their results, of some steps, stay in a cache."""
 

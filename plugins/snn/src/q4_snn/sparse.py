@@ -121,7 +121,7 @@ class SparseProjection(nn.Module):
 
     @property
     def synapses(self) -> int:
-        """How many there are."""
+        """The number of synapses."""
         return len(self.index)
 
     @property

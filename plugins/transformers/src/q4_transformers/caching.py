@@ -26,7 +26,7 @@ __all__ = ["LayerCache", "open_layers"]
 
 @attrs.define
 class LayerCache:
-    """What the cache has of a model that is being loaded.
+    """The cached layers of a model that is being loaded.
 
     Args:
         cached: The model's place in the cache.

@@ -25,7 +25,7 @@ _OPTIONS = (
 
 
 class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers has no types here
-    """What to ask for; ``from_pretrained(…, quantization_config=Q4Config())`` takes a 4-bit checkpoint as it is stored.
+    """Loading options; ``from_pretrained(…, quantization_config=Q4Config())`` takes a 4-bit checkpoint as it is stored.
 
     Args:
         format: Quantise the linear layers of a dense checkpoint in this format while it is loaded; None for a

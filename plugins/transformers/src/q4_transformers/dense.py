@@ -16,7 +16,7 @@ from q4core import ConfigError
 __all__ = ["dense_layer", "forget_quantizer", "make_dense"]
 
 _BASE = ".base_layer"
-"""What PEFT calls the layer below its adapters."""
+"""PEFT's name of the layer below its adapters."""
 _TURNED = "_q4_is_transposed"
 """The mark of a dense layer that replaces a ``Conv1D``."""
 

@@ -46,7 +46,7 @@ _RANK, _ARGUMENTS = 3, 4
 
 
 class Q4Experts(nn.Module):
-    """Experts with linear layers of their own, in the place of a module that transformers builds.
+    """Experts with linear layers of their own, which replace a module that transformers builds.
 
     It computes what that module does, with the model's own activation and its biases: each token's sum over its experts
     of weight times ``down(gated(gate_up(x)))``. Experts without a token are not run.
@@ -193,7 +193,7 @@ def merged_experts(experts: Q4Experts) -> nn.Module:
 def place_experts(
     model: Any, stored: Iterable[str], names: Names, skipped: Collection[str] = (), *, is_dense: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """Put a ``Q4Experts`` in the place of each experts module that layers of the checkpoint belong to.
+    """Replace each experts module that layers of the checkpoint belong to by a ``Q4Experts``.
 
     Args:
         model: The model, on the meta device.

@@ -124,7 +124,7 @@ def config_of(checkpoint: Checkpoint) -> Any:
     """Return transformers' config of a GGUF file's model, with all that the header says of what is computed.
 
     Raises:
-        CheckpointError: The architecture is not supported, or transformers' model of it does not compute what is said.
+        CheckpointError: The architecture is not supported, or transformers' model of it computes something else.
     """
     where = str(checkpoint.path)
     architecture = checkpoint.metadata.get("general.architecture")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["HfLinear", "dense_state_only"]
 
 _CHANGING = re.compile(r"__(i(?!ter__|nvert__|nt__|ndex__)\w+|set\w*)__|out|(?!__)\w+_|\w+ =")
-"""What changes a tensor, among the names of its methods and of torch's functions."""
+"""Names of methods and of torch's functions that change a tensor."""
 _DENSE_ONLY = contextvars.ContextVar("q4_transformers_dense_only", default=False)
 
 
@@ -123,7 +123,7 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight acts as a p
     is_transposed: bool = False
     """Whether it replaces a ``Conv1D`` of transformers, whose dense weight is [K, N]."""
     is_read: bool = False
-    """Whether the model's own code reads its weight, which then answers with a dequantised one."""
+    """Whether the model's own code reads its weight, which then returns a dequantised one."""
 
     @property
     def weight(self) -> WeightInfo:  # type: ignore[override]  # as for the class

@@ -60,7 +60,7 @@ def load(
     Raises:
         CheckpointError: The folder is not there, or names no model class of transformers; or a GGUF file is of an
             architecture that is not supported, or has a tokenizer that transformers does not convert.
-        ConfigError, SchemaError: What is asked for, or the checkpoint, does not fit; said before anything is loaded.
+        ConfigError, SchemaError: What is asked for, or the checkpoint, does not fit; raised before anything is loaded.
     """
     folder, asked = Path(path), _asked("q4_transformers.load", config)
     if cache is not None:
@@ -110,7 +110,7 @@ def _tokenizer_of(path: Path) -> Any:
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # what it raises depends on what it lacks
+    except Exception as error:  # its type depends on what is missing
         rule = f"one that transformers converts ({type(error).__name__}: {error})"
         hint = "q4_lm.LanguageModel.open(path) has a tokenizer of its own."
         what, where = "GGUF file", str(path)

@@ -12,7 +12,7 @@ __all__ = ["Names"]
 
 
 class Names:
-    """What transformers makes of the checkpoint's names, for one model: renamed, with or without the base's prefix.
+    """The names that transformers gives the checkpoint's tensors in one model, with or without the base's prefix.
 
     It is asked before modules are replaced, as transformers uses the model's own state dict. Merged and split
     tensors (experts, a fused qkv) have no name of their own.

@@ -30,7 +30,7 @@ __all__ = ["MergeReport", "MergedLayer", "keep_names_of_experts", "merge", "prep
 
 @attrs.frozen(kw_only=True)
 class MergedLayer:
-    """What quantising a merged layer again changed.
+    """The change of a merged layer by quantising it again.
 
     Args:
         name: The layer's name in the model.

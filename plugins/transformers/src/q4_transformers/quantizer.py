@@ -1,7 +1,7 @@
 """``Q4Quantizer``: the quantizer that transformers calls while it loads a model, and when it saves one.
 
 transformers builds the model on the meta device, and calls us before it reads a tensor. We read the headers, reject
-what does not fit, and put an empty layer in the place of each packed one. transformers then loads what is dense, and
+what does not fit, and replace each layer to pack by an empty one. transformers then loads what is dense, and
 finds no place for the packed tensors, which it does not read. Afterwards each layer adopts its weight from our own
 mapping of the files, one at a time.
 """
@@ -55,13 +55,13 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         super().__init__(quantization_config, **kwargs)
         self.pre_quantized = False  # to transformers: what it loads itself is dense
         self.dialects: tuple[str, ...] = ()
-        """What was read; empty for a dense checkpoint."""
+        """The layers that were read; empty for a dense checkpoint."""
         self.entry: dict[str, Any] | None = None
         """The entry of config.json that was read."""
         self.reasons: dict[str, str] = {}
         """Module → why it is dense though a format was asked for."""
         self.cache_state = "off"
-        """What became of the file in the cache: ``opened``, ``written``, ``off`` (as on GPUs) or why neither."""
+        """The state of the file in the cache: ``opened``, ``written``, ``off`` (as on GPUs) or why neither."""
         self._cache: LayerCache | None = None
         self._checkpoint: Checkpoint | None = None
         self._model: Any = None

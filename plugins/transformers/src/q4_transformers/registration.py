@@ -36,7 +36,7 @@ _METHODS = {
     "mxfp4": "mxfp4",
     "torchao": "torchao",
 }
-"""What can be taken over → transformers' key."""
+"""Library whose name can be taken over → transformers' key."""
 _MERGED = ["quantization_config", "quantization_config_from_args"]
 _MAJOR = 5
 _taken: dict[str, Any] = {}

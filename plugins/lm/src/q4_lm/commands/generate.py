@@ -134,9 +134,9 @@ def generate(  # noqa: PLR0913  # one argument per option
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         model = stack.enter_context(LanguageModel.open(path, config))
-        said = [] if system is None else [{"role": "system", "content": system}]
-        said.append({"role": "user", "content": prompt})
-        tokens = model.tokenizer.encode(prompt) if raw else model.chat(said)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": prompt})
+        tokens = model.tokenizer.encode(prompt) if raw else model.chat(messages)
         open_seconds = time.perf_counter() - start  # the vocabulary is built by now
         generation = Generation(
             model.decoder, tokens, max_tokens=max_tokens, sampler=sampler, stops=model.tokenizer.stops
@@ -214,7 +214,7 @@ def perplexity(  # noqa: PLR0913  # one argument per option
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how well a model predicts a text, and how far another precision lies from it."""
+    """Measure how well a model predicts a text, and how far another precision differs."""
     path = find_model(file)
     try:
         content = text.read_text(encoding="utf-8")

@@ -81,7 +81,7 @@ def decoding_program(decoder: Any, cache: KVCache) -> DecodingProgram | None:
     if isinstance(found, DecodingProgram) and found.decoder is decoder and found.is_whole():
         return found
     cache.program = made = None
-    if not isinstance(decoder, nn.Module):  # what is called like one has nothing to emit
+    if not isinstance(decoder, nn.Module):  # a look-alike has no operations to emit
         return None
     try:
         cache.program = made = DecodingProgram(decoder, cache)

@@ -112,7 +112,7 @@ class LanguageModel:
         return cls(decoder, tokenizer, session, template, special, path, cached)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token numbers of a conversation, up to where the assistant starts to speak.
+        """Return the token numbers of a conversation, up to where the assistant's answer begins.
 
         Args:
             messages: Each with ``role`` and ``content``.

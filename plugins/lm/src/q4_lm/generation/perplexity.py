@@ -20,7 +20,7 @@ _WINDOW = 512
 
 @attrs.frozen
 class Perplexity:
-    """What was found over a text.
+    """The measure of a model over a text.
 
     Args:
         tokens: How many tokens were predicted.

@@ -24,10 +24,10 @@ __all__ = ["Generation", "StopReason"]
 
 
 class StopReason(enum.Enum):
-    """Why a generation ended."""
+    """The reason why a generation ended."""
 
     STOP_TOKEN = "stop_token"  # noqa: S105  # not a password
-    """The model said that it was done."""
+    """The model gave a token that ends a text."""
     STOP_STRING = "stop_string"
     """A text came that was asked to end it."""
     MAX_TOKENS = "max_tokens"
@@ -46,7 +46,7 @@ class Generation:
         max_tokens: Most new tokens, at least 1.
         sampler: Takes logits [vocabulary] and chooses a token. Defaults to greedy.
         stops: Token numbers that end the run; they are not given.
-        cache: A cache to go on from, whose content the prompt follows; None makes one that is just large enough.
+        cache: A cache to continue, whose content the prompt follows; None makes one that is just large enough.
         clock: Seconds, for the statistics.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The parts of a sentence-transformers folder: pooling, dense layers, lengths and prompts, or why one is refused.
+"""The parts of a sentence-transformers folder: pooling, dense layers, lengths and prompts, each checked.
 
 Reference:
     ``modules.json`` and the files next to it as sentence-transformers 2 to 6 write them.
@@ -63,7 +63,7 @@ class _Normalize(nn.Module):
 
 @attrs.frozen(eq=False)
 class SentenceModules:
-    """What a folder says of how one vector is made of a sentence.
+    """A folder's steps from a sentence to one vector.
 
     Args:
         encoder: The folder of the encoder and its tokenizer.

@@ -31,7 +31,7 @@ def _nothing(*_: object) -> None:
 
 @attrs.frozen
 class Architecture:
-    """How a model file becomes a decoder.
+    """A builder of decoders from model files.
 
     Args:
         name: Value of ``general.architecture``.

@@ -68,11 +68,11 @@ _PLAIN = {
     **dict.fromkeys(("attention.shared_kv_layers", "embedding_length_per_layer_input", "n_deepstack_layers"), 0.0),
     **dict.fromkeys(("logit_scale", "residual_scale"), 1.0),
 }
-"""What none of these kinds computes, with the number at which it changes nothing."""
+"""Options that none of these kinds computes, with the number at which each changes nothing."""
 
 
 def _renamed(name: str, parts: dict[str, str], whole: dict[str, str], theirs: str, ours: str) -> str:
-    """Return a name with the file's words in the place of ours, or the other way round."""
+    """Return a name with the file's words instead of ours, or the other way round."""
     found = re.fullmatch(rf"{theirs}\.(\d+)\.(.+?)(\.weight|\.bias)?", name)
     if found is not None:
         return f"{ours}.{found[1]}.{parts.get(found[2], found[2])}{found[3] or ''}"

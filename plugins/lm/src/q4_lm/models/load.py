@@ -30,7 +30,7 @@ _NAMED = 5
 
 @attrs.frozen
 class Names:
-    """What a file calls the parts of a model.
+    """A file's names of the parts of a model.
 
     Args:
         ours: A tensor's or module's name in the file → ours.

@@ -1,4 +1,4 @@
-"""Models in files: GGUF, Hugging Face folders, and folders of our own, which give back every bit that was saved."""
+"""Models in files: GGUF, Hugging Face folders, and folders of our own, which restore every bit."""
 
 from __future__ import annotations
 

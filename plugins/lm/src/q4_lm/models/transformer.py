@@ -128,7 +128,7 @@ def make_rotary(config: TransformerConfig, layer: int) -> RotaryEmbedding | None
 
 
 class _Transformer(nn.Module):
-    """What decoders and encoders share: embeddings and blocks."""
+    """The common base of decoders and encoders: embeddings and blocks."""
 
     _what = "transformer"
 
@@ -162,7 +162,7 @@ class _Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes: where its norms are."""
+        """The device that it computes on: that of its norms."""
         return next(parameter.device for name, parameter in self.named_parameters() if "norm" in name)
 
     def _check(self, tokens: torch.Tensor) -> None:
@@ -367,7 +367,7 @@ def build_transformer(config: TransformerConfig | None = None, **options: Any) -
 
     Args:
         config: Sizes and options.
-        **options: Fields of ``TransformerConfig``, in the place of ``config``.
+        **options: Fields of ``TransformerConfig``, instead of ``config``.
 
     Raises:
         ConfigError: An option is unknown or not legal, or both are given.

@@ -41,7 +41,7 @@ _OPTIONS = ("device", "backend", "compute_path", "activation_precision", "gradie
 _IGNORED = {"Q4_LOG", "Q4_CACHE", "Q4_CACHE_LIMIT"}
 """Variables that change nothing of what is prepared; the others, such as ``Q4_CPU_ISA``, are part of the key."""
 _DAMAGE = (q4.Q4Error, OSError, KeyError, TypeError, ValueError, IndexError, AttributeError)
-"""What a header that is not ours can raise; a digest guards it, so it takes malice or another version."""
+"""Errors from a header that is not ours: its digest is right, so it is forged or of another version."""
 
 
 class CacheWarning(q4.Q4Warning):
@@ -76,7 +76,7 @@ class CachedModel:
 
     @property
     def path(self) -> Path:
-        """Where the model's file is, whether or not there is one."""
+        """The path of the model's file, whether or not there is one."""
         environment = {key: value for key, value in os.environ.items() if key.startswith("Q4_") and key not in _IGNORED}
         key = {"source": str(self.source.resolve()), "machine": _machine(), "environment": environment}
         return self.store.path_of({**key, **self._options()})
@@ -152,7 +152,7 @@ class CachedModel:
                 header = {"facts": self._before, "model": model_header, "extra": extra, "text": len(tensors)}
                 self.store.write(path, header, [*tensors, torch.frombuffer(bytearray(text), dtype=torch.uint8)])
                 state = "written"
-        except q4.LifecycleError as error:  # such as a backend that keeps nothing on disk, which is no fault
+        except q4.LifecycleError as error:  # such as a backend that exports nothing, which is no error
             self._emit(f"not cached: {error}")
         except (OSError, q4.CheckpointError) as error:  # the latter of a file next to the weights that can't be read
             self._warn(path, f"can't be written: {error}")

@@ -99,7 +99,7 @@ def render_chat(
         template: The chat template (jinja2).
         messages: Each with ``role`` and ``content``.
         where: The file that the template comes from, for messages.
-        add_generation_prompt: Whether the text ends where the assistant starts to speak.
+        add_generation_prompt: Whether the text ends where the assistant's answer begins.
         **variables: Further names for the template (``bos_token``, ``eos_token``, ``tools``, …).
 
     Raises:

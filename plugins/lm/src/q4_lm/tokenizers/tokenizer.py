@@ -38,7 +38,7 @@ _END_TEXTS = frozenset({"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_t
 
 @attrs.frozen
 class _Recipe:
-    """How a text is cut into words before merges apply.
+    """The rules that cut a text into words before merges apply.
 
     Args:
         words: Regular expression of a word; None for GPT-2's own.

@@ -103,7 +103,7 @@ class MultiHeadAttention(nn.Module):
     """Projects, turns, attends and projects back.
 
     Parts: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, and ``q_norm``, ``k_norm`` where ``qk_norm`` is given.
-    Packing may put one ``qkv_proj`` in the place of the first three.
+    Packing may replace the first three by one ``qkv_proj``.
 
     Args:
         hidden_size: Features of a token.

@@ -217,7 +217,7 @@ class KVCache:
 
     @property
     def place_count(self) -> int:
-        """How many places a position has: its own, and one in each window."""
+        """The number of places of a position: its own, and one in each window."""
         return 1 + len(self._windows)
 
     def next_places(self) -> list[int]:

@@ -33,8 +33,8 @@ _OPS = {"silu": Op.SILU, "gelu": Op.GELU, "gelu_tanh": Op.GELU_TANH, "relu": Op.
 class FeedForward(nn.Module):
     """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.
 
-    Parts: ``gate_proj`` (gated), ``up_proj``, ``down_proj``. Packing may put one ``gate_up_proj`` in the place of the
-    first two.
+    Parts: ``gate_proj`` (gated), ``up_proj``, ``down_proj``. Packing may replace the first two by one
+    ``gate_up_proj``.
 
     Args:
         hidden_size: Features of a token.

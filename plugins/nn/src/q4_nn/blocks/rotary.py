@@ -42,7 +42,7 @@ _NEEDS = {
 
 @attrs.frozen(kw_only=True)
 class RopeScaling:
-    """How frequencies are changed for a context longer than the one of the first training.
+    """The change of frequencies for a context longer than that of the first training.
 
     Args:
         kind: ``default``, ``linear``, ``dynamic``, ``llama3``, ``yarn`` or ``longrope``.

@@ -34,7 +34,7 @@ _WEIGHT_HOOKS = {"_backward_hooks": "gradient", "_post_accumulate_grad_hooks": "
 
 @attrs.frozen(eq=False)
 class Candidate:
-    """One layer: its place, the class whose layers can be replaced, the candidate that it is part of, who reads it."""
+    """One layer: its place, the replaceable class, the candidate that it is part of, and reads of its weight."""
 
     name: str
     parent: nn.Module

@@ -29,7 +29,7 @@ def is_call_of(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
 
 
 class Locals:
-    """What the local names of a function stand for.
+    """The values of a function's local names.
 
     Args:
         names: Local name → paths of the modules, or weights, that it may be.

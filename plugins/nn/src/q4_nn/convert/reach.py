@@ -54,7 +54,7 @@ class _Method:
 
 @attrs.frozen
 class Reach:
-    """What the passes of a class reach.
+    """The methods and weights that the passes of a class reach.
 
     Args:
         found: Reads of its children's weights, those of methods that no pass reaches at the end.

@@ -52,17 +52,17 @@ class Read:
 
     @property
     def weight(self) -> int:
-        """Which of two reads matters more."""
+        """The rank of a read among others of the same weight."""
         return 4 * self.is_reached + 2 * self.is_change + self.is_certain
 
     @property
     def reason(self) -> str | None:
-        """Why the layer is left dense, or None where a packed one may answer the read with a dequantised weight."""
+        """The reason to leave the layer dense, or None where a packed one may return a dequantised weight."""
         return self.pass_reason if self.is_change or self.is_certain else None
 
     @property
     def pass_reason(self) -> str | None:
-        """What a forward pass does with the weight, under a condition or not; None where it does nothing."""
+        """The use of the weight in a forward pass, under a condition or not; None for no use."""
         return f"its weight is {'changed' if self.is_change else 'read'} by {self.where}" if self.is_reached else None
 
 

@@ -27,7 +27,7 @@ FACTS = {
     "shape", "dtype", "device", "size", "dim", "ndim", "numel", "nelement", "element_size", "is_cuda", "is_meta",
     "is_floating_point", "requires_grad", "requires_grad_",
 }  # fmt: skip
-"""What a packed layer's weight answers itself."""
+"""Attributes that a packed layer's weight has itself."""
 _ASKING = {"isinstance", "hasattr", "type", "id", "len", "print", "repr", "str"}
 SUPER = "super()"
 Condition = tuple[ast.expr, bool]
@@ -65,7 +65,7 @@ class Call:
 
 @attrs.frozen
 class Scan:
-    """What the source of a function shows.
+    """The reads and calls in the source of a function.
 
     Args:
         found: Its reads.

@@ -19,7 +19,7 @@ _UNSIZED = nn.UninitializedParameter
 
 @attrs.frozen(kw_only=True)
 class Conversion:
-    """What became of one layer.
+    """The result for one layer.
 
     Args:
         name: Its name in the model.

@@ -22,7 +22,7 @@ __all__ = ["Costs", "LayerCost", "instrument"]
 
 @attrs.define
 class LayerCost:
-    """What one layer cost so far.
+    """The cost of one layer so far.
 
     Args:
         name: Its name in the model.

@@ -51,7 +51,7 @@ class Trainer:
 
     Args:
         model: The module; for several processes wrapped in ``DistributedDataParallel`` or shared out by
-            ``fully_shard``. All of them read the checkpoint, so it lies where each can.
+            ``fully_shard``. All of them read the checkpoint, so each needs access to it.
         optimizer: Over the model's parameters.
         loss: Takes the model's result and the target, and returns the mean loss of a batch.
         max_grad_norm: Longer gradients are scaled to this length; None for no limit.
@@ -60,7 +60,7 @@ class Trainer:
             mean loss.
         callbacks: Objects with ``on_step(state)`` or ``on_epoch(state)``, or both. With ``state_dict()`` and
             ``load_state_dict(state)``, too, their state is a part of checkpoints.
-        step: Takes the model and a batch and returns the loss, in the place of ``loss``.
+        step: Takes the model and a batch and returns the loss; an alternative to ``loss``.
         checkpoint: A file to which everything that resuming needs is written, at once and whole.
         every: Updates between two checkpoints; at the end of each epoch, too.
         show: Whether to show a progress bar with loss and rate. Defaults to where stderr is a terminal.

@@ -40,7 +40,7 @@ class State:
 
 @attrs.define
 class EarlyStop:
-    """Stops a training whose epochs no longer get better: a callback.
+    """A callback that stops a training whose epochs no longer improve.
 
     Args:
         patience: Epochs without a better one.
