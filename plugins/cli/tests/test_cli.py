@@ -47,21 +47,21 @@ def test_help_lists_every_command() -> None:
 
 
 @pytest.mark.parametrize(("command", "distribution"), [("conform", "q4-conformance"), ("generate", "q4-lm")])
-def test_a_command_that_is_not_there_is_told_with_what_brings_it(
+def test_a_missing_command_is_reported_with_its_distribution(
     command: str, distribution: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a documented command is missing, the hint says what to install, or where to look why that isn't loaded."""
     monkeypatch.setattr("q4_cli.failure.find_spec", lambda name: name != distribution.replace("-", "_"))
     assert run([command, "x"], registry=q4.Registry([])) == 2
-    told = capsys.readouterr().err
-    assert f"No such command '{command}'" in told
-    assert f"pip install {distribution}" in told
-    assert "Did you mean" not in told
+    shown = capsys.readouterr().err
+    assert f"No such command '{command}'" in shown
+    assert f"pip install {distribution}" in shown
+    assert "Did you mean" not in shown
     monkeypatch.setattr("q4_cli.failure.find_spec", lambda _: True)
     assert run([command, "x"], registry=q4.Registry([])) == 2
-    told = capsys.readouterr().err
-    assert f"{distribution} brings it and is not loaded" in told
-    assert "q4 doctor" in told
+    shown = capsys.readouterr().err
+    assert f"{distribution} provides it and is not loaded" in shown
+    assert "q4 doctor" in shown
 
 
 @pytest.mark.slow
@@ -183,12 +183,12 @@ def section(command: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_documentation_has_every_option(command: str) -> None:
-    """Each option of each command stands in its section of ``docs/cli.md``, and no other one does."""
+    """Each option of each command is in its section of ``docs/cli.md``, and no other one does."""
     group: Any = typer.main.get_command(build_app(q4.Registry([])))
     options = {name for item in group.commands[command].params for name in item.opts if name.startswith("--")}
-    told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", section(command)))
-    assert options - {"--help"} <= told
-    assert told - options <= {"--prove"}  # doctor points to it
+    shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", section(command)))
+    assert options - {"--help"} <= shown
+    assert shown - options <= {"--prove"}  # doctor points to it
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -37,7 +37,7 @@ def _without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("q4_cli.doctor.try_plugins", lambda *_: {})
 
 
-def test_doctor_tells_machine_plugins_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_shows_machine_plugins_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     """``doctor --json`` has versions, machine, plugins, and the reference's verdict on each format."""
     record = answer(capsys, "doctor")
     assert record["versions"]["torch"] == torch.__version__
@@ -83,8 +83,8 @@ def test_doctor_survives_broken_plugins(tmp_path: Path) -> None:
     assert "boom at import" in strict.stdout
 
 
-def test_doctor_tells_variables_and_what_is_wrong_with_them() -> None:
-    """Illegal values are told by name and rule, and names that nothing reads with the closest one that is read."""
+def test_doctor_shows_variables_and_what_is_wrong_with_them() -> None:
+    """Illegal values are reported by name and rule, and names that nothing reads with the closest one that is read."""
     variables, problems = environment_facts({"Q4_COMPUTE_PATH": "fastest", "Q4_BACKND": "x", "HOME": "/"})
     assert variables == {"Q4_BACKND": "x", "Q4_COMPUTE_PATH": "fastest"}
     assert any("Q4_BACKND" in problem and "Q4_BACKEND" in problem for problem in problems)
@@ -97,8 +97,8 @@ def test_doctor_tells_variables_and_what_is_wrong_with_them() -> None:
     assert environment_facts({"Q4_COMPUTE_PATH": "kernel-only"}) == ({"Q4_COMPUTE_PATH": "kernel-only"}, [])
 
 
-def test_versions_tell_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that is not there is told as not installed."""
+def test_versions_show_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is not there is shown as not installed."""
     monkeypatch.setattr("q4_cli.doctor_report._LIBRARIES", ("q4-no-such-library",))
     assert versions(q4.Registry([]))["q4-no-such-library"] == "not installed"
 
@@ -220,7 +220,7 @@ def test_the_trial_asks_for_the_dtype_of_the_command(tmp_path: Path, monkeypatch
 def test_a_trial_that_does_not_begin_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Plugins that nobody tried are not called sound in silence."""
+    """Plugins that were not tried are not called sound in silence."""
     monkeypatch.setattr("q4_cli.trial.names_of_plugins", lambda _: ("gguf",))
     monkeypatch.setattr("sys.path", [])
     assert try_plugins([torch.device("cpu")], None) == {}
@@ -231,7 +231,7 @@ def test_a_trial_that_does_not_begin_is_named(
 
 
 @pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
-def test_doctor_tells_hooks_that_are_not_marked(
+def test_doctor_shows_hooks_that_are_not_marked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plugin whose author forgot @q4core.hookimpl is a problem, under --strict one that counts."""
@@ -243,17 +243,15 @@ def test_doctor_tells_hooks_that_are_not_marked(
     assert "No problems" not in text
 
 
-def test_doctor_warns_of_formats_that_nobody_knows(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A format that no plugin brings is told with those that there are; it may come yet, so it breaks nothing."""
+def test_doctor_warns_of_unknown_formats(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A format that no plugin brings is reported with the known ones; it may be added later, so it breaks nothing."""
     module = plugin(FakeBackend("hopeful", formats={"nf4", "nf5"}), FakeBackend("any", formats={q4.EVERY_FORMAT}))
     monkeypatch.setattr("q4core.default_registry", lambda: q4.Registry([("hopeful", module)]))
     record = answer(capsys, "doctor", "--device", "cpu")
     (problem,) = record["problems"]
     known = ", ".join(sorted(q4.BUILTIN_FORMATS))
-    told = "backend 'hopeful' declares format 'nf5', and none of that name is known; did you mean 'nf4'?"
-    assert problem == f"{told} there are: {known}"
+    shown = "backend 'hopeful' declares format 'nf5', and none of that name is known; did you mean 'nf4'?"
+    assert problem == f"{shown} there are: {known}"
     assert record["plugin_errors"] == []
     text = say(capsys, "doctor", "--device", "cpu", "--strict")
     assert "'nf5'" in text
@@ -261,32 +259,32 @@ def test_doctor_warns_of_formats_that_nobody_knows(
 
 
 @pytest.mark.slow
-def test_doctor_tells_plugin_names_that_fit_nothing() -> None:
+def test_doctor_shows_plugin_names_that_fit_nothing() -> None:
     """A typo in Q4_PLUGINS, which leaves plugins out, is a problem that the doctor shows with the closest name."""
     record = json.loads(process("doctor", "--json", variables={"Q4_PLUGINS": "dialectz"}).stdout)
     assert any("dialectz" in problem and "'dialects'" in problem for problem in record["problems"])
-    told = process("doctor", "--strict", variables={"Q4_PLUGINS": "dialectz"})
-    assert told.returncode == 1
-    assert "unknown" in told.stdout
-    assert "No problems" not in told.stdout
-    assert "Traceback" not in told.stderr
+    shown = process("doctor", "--strict", variables={"Q4_PLUGINS": "dialectz"})
+    assert shown.returncode == 1
+    assert "unknown" in shown.stdout
+    assert "No problems" not in shown.stdout
+    assert "Traceback" not in shown.stderr
 
 
-def test_doctor_tells_what_each_memory_provider_says(
+def test_doctor_shows_what_each_memory_provider_says(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each provider's answer for each device is shown, with why and by which attributes; one that raises too."""
     able, unable, broken = FakeProvider("able"), FakeProvider("unable", is_available=False), Broken("is_available")
     module = plugin(q4_memory_providers=lambda: [able, unable, broken])
     monkeypatch.setattr("q4core.default_registry", lambda: q4.Registry([("memory", module)]))
-    told = {item["provider"]: item for item in answer(capsys, "doctor", "--device", "cpu")["memory"]}
-    assert [(item["is_available"], item["device"]) for item in told.values()] == [
+    shown = {item["provider"]: item for item in answer(capsys, "doctor", "--device", "cpu")["memory"]}
+    assert [(item["is_available"], item["device"]) for item in shown.values()] == [
         (True, "cpu"),
         (False, "cpu"),
         (False, "cpu"),
     ]
-    assert told["able"]["attributes"] == told["unable"]["attributes"] == ATTRIBUTES
-    assert "RuntimeError: cudaErrorUnknown" in told["broken"]["reason"]
+    assert shown["able"]["attributes"] == shown["unable"]["attributes"] == ATTRIBUTES
+    assert "RuntimeError: cudaErrorUnknown" in shown["broken"]["reason"]
     text = say(capsys, "doctor", "--device", "cpu")
     assert "unified memory for cpu: managed memory" in text
     assert "no unified memory for cpu: no managed memory" in text

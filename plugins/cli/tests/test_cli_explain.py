@@ -40,21 +40,21 @@ def test_explain_proves_on_request(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("reference_alone")
-def test_explain_tells_why_nobody_may_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no backend may serve, every rejection is told, on one document, and the command ends with 1."""
+def test_explain_shows_why_no_backend_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no backend serves, every rejection is shown, in one document, and the command ends with 1."""
     record = answer(capsys, "explain", NF4, "--compute-path", "kernel_only", status=1)
     assert record["error"]["code"] == "backend_unavailable"
     (layer,) = record["layers"]
     assert layer["backend"] is None
     reasons = {item["backend"]: item["reasons"] for item in layer["rejections"]}
     assert reasons["dequant-fallback"][0]["code"] == "policy"
-    assert "nobody" in say(capsys, "explain", NF4, "--compute-path", "kernel_only", status=1)
+    assert "→  no backend" in say(capsys, "explain", NF4, "--compute-path", "kernel_only", status=1)
 
 
 def test_explain_lists_rejections_when_all_is_well(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The losers and their reasons are shown beside the winner."""
+    """The losers and their reasons are shown with the winner."""
     reasons = (q4.Reason(q4.ReasonCode.DRIVER, "driver 1 is too old"),)
     backends = registry(FakeBackend("fast"), FakeBackend("unlucky", reasons=reasons))
     monkeypatch.setattr("q4core.default_registry", lambda: backends)
@@ -91,6 +91,6 @@ def test_layers_come_in_their_natural_order(tmp_path: Path, capsys: pytest.Captu
     weight = q4.quantize(torch.ones(8, 64), "nf4")
     names = [f"layers.{index}.proj" for index in (0, 1, 2, 10, 11, 20)]
     q4.save_checkpoint(tmp_path / "a.safetensors", dict.fromkeys(sorted(names), weight), dialect="bitsandbytes")
-    told = answer(capsys, "inspect", tmp_path / "a.safetensors")["layers"]
-    assert [item["name"] for item in told] == names
+    layers = answer(capsys, "inspect", tmp_path / "a.safetensors")["layers"]
+    assert [item["name"] for item in layers] == names
     assert [item["layer"] for item in answer(capsys, "explain", tmp_path / "a.safetensors")["layers"]] == names

@@ -1,4 +1,4 @@
-"""The ``q4`` command with bad input, bad luck and bad company: one clean message, the right status, nothing left."""
+"""The ``q4`` command with bad input, failing systems and failing plugins: one clean message, the right status."""
 
 from __future__ import annotations
 
@@ -151,10 +151,10 @@ def test_bad_words_get_one_clean_message(words: str, tmp_path: Path, capsys: pyt
     text = capsys.readouterr()
     assert "Traceback" not in text.err
     if (words.split(" ", maxsplit=1)[0], code) == ("explain", "backend_unavailable"):
-        assert "nobody" in text.out  # each layer with its reasons
+        assert "→  no backend" in text.out  # each layer with its reasons
     else:
         assert text.err.startswith(f"error [{code}] ")
-        assert text.out == "" or code == "schema"  # inspect shows the layers beside what is wrong with them
+        assert text.out == "" or code == "schema"  # inspect shows the layers as well as what is wrong with them
     assert run([*words.split(" "), "--json"]) == status
     captured = capsys.readouterr()
     error = json.loads(captured.out)["error"]
@@ -211,12 +211,12 @@ def test_message_names_file_rule_and_value(capsys: pytest.CaptureFixture[str]) -
     assert error["value"] is not None
 
 
-def test_nan_is_kept_dense_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_stays_dense_and_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """A tensor with NaN is not packed; it is copied, and the reason names it."""
     assert run(["quantize", "nan.safetensors", "out.safetensors", "--format", "nf4", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert [item["name"] for item in record["layers"]] == ["c.weight"]
-    assert [item["name"] for item in record["kept"]] == ["a.weight"]
+    assert [item["name"] for item in record["dense"]] == ["a.weight"]
     with q4.open("out.safetensors") as checkpoint:
         assert checkpoint.dense["a.weight"].isnan().all()
 
@@ -244,7 +244,7 @@ def test_names_can_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) ->
     assert "\\x1b" in captured.err
 
 
-def test_plugin_command_that_fails_is_told_cleanly(
+def test_plugin_command_that_fails_is_reported_cleanly(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault inside a plugin's command is one message and status 70; its typed errors keep theirs."""
@@ -296,7 +296,7 @@ def test_every_error_has_its_status(error: BaseException, code: str, status: int
 
 
 def test_an_interrupt_names_the_plugin_that_it_came_from() -> None:
-    """One that raises ``KeyboardInterrupt`` while it is imported ends the command, and is told."""
+    """One that raises ``KeyboardInterrupt`` while it is imported ends the command, and is reported."""
     message = describe(KeyboardInterrupt("in import of plugin 'bad'"))[1]["message"]
     assert message == "interrupted in import of plugin 'bad'; nothing was left half-written"
 
@@ -387,7 +387,7 @@ def drop_privileges() -> None:
 
 
 @pytest.mark.slow
-def test_unreadable_file_is_told(tmp_path: Path) -> None:
+def test_unreadable_file_is_reported(tmp_path: Path) -> None:
     """A file that may not be read is an error that names it; nothing is guessed from its name."""
     path = tmp_path / "packed.safetensors"
     path.chmod(0)

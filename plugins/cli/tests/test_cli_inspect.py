@@ -50,7 +50,7 @@ def test_inspect_opens_folders_and_shows_one_row_per_layer(capsys: pytest.Captur
     assert text.splitlines()[-2].startswith(f"{len(names)} packed layers")
 
 
-def test_inspect_shows_what_is_wrong_beside_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_problems_and_layers(capsys: pytest.CaptureFixture[str]) -> None:
     """A file whose keys fit two dialects is shown with its problem, as text and as one document, and ends with 2."""
     record = answer(capsys, "inspect", AMBIGUOUS, status=2)
     assert record["error"]["code"] == "schema"
@@ -72,9 +72,9 @@ def test_layers_that_nothing_reads_are_named(command: str, tmp_path: Path, capsy
     error = answer(capsys, command, path, status=2)["error"]
     assert error["code"] == "schema"
     assert run([command, str(path)]) == 2
-    for told in (error["message"], capsys.readouterr().err):
-        assert "2 layers (blk.0.attn_q, blk.1.attn_q) must be of a ggml type that dialect gguf reads" in told
-        assert "got 'Q4_K'" in told
+    for text in (error["message"], capsys.readouterr().err):
+        assert "2 layers (blk.0.attn_q, blk.1.attn_q) must be of a ggml type that dialect gguf reads" in text
+        assert "got 'Q4_K'" in text
 
 
 @pytest.mark.parametrize("command", ["inspect", "explain"])

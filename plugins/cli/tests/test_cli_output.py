@@ -71,6 +71,6 @@ def test_control_characters_are_written_out() -> None:
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (3 << 42, "12.0 TiB")]
 )
-def test_bytes_are_told_in_binary_units(count: int, text: str) -> None:
-    """Sizes are told with one digit after the point."""
+def test_bytes_are_shown_in_binary_units(count: int, text: str) -> None:
+    """Sizes are shown with one digit after the point."""
     assert bytes_text(count) == text

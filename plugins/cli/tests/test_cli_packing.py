@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("own_directory")
 def test_quantize_writes_what_the_codec_makes(
     format_name: str, dialect: str, dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights are those of the reference codec, the rest is copied bit for bit, and the table tells the true error."""
+    """Weights are those of the reference codec, the rest is copied bit for bit, and the table has the true error."""
     out = tmp_path / "packed.safetensors"
     record = answer(capsys, "quantize", dense_file, out, "--format", format_name)
     assert record["dialect"].startswith(dialect.partition("-")[0])
@@ -103,11 +103,11 @@ def test_quantize_keeps_what_it_must_and_says_so(
     """What can't be packed, or was skipped, stays dense with its reason; ``--strict`` refuses instead."""
     out = tmp_path / "packed.safetensors"
     record = answer(capsys, "quantize", dense_file, out, "--format", "nvfp4", "--skip", "lm_head", "--skip", "nothing*")
-    kept = {item["name"]: item["reason"] for item in record["kept"]}
-    assert "multiple of" in kept["model.layers.1.odd.weight"]
-    assert "--skip" in kept["lm_head.weight"]
-    assert "embedding" in kept["model.embed_tokens.weight"]
-    assert "model.layers.0.norm.weight" in kept
+    dense = {item["name"]: item["reason"] for item in record["dense"]}
+    assert "multiple of" in dense["model.layers.1.odd.weight"]
+    assert "--skip" in dense["lm_head.weight"]
+    assert "embedding" in dense["model.embed_tokens.weight"]
+    assert "model.layers.0.norm.weight" in dense
     strict = tmp_path / "strict.safetensors"
     assert (
         answer(capsys, "quantize", dense_file, strict, "--format", "nvfp4", "--strict", status=2)["error"]["code"]
@@ -122,9 +122,9 @@ def test_quantize_leaves_the_head_dense(
 ) -> None:
     """The output head stays dense, as in ``Q4Config(format=…)``, unless ``--include`` names it."""
     record = answer(capsys, "quantize", dense_file, tmp_path / "packed.safetensors", "--format", "nf4", *option)
-    kept = {item["name"]: item["reason"] for item in record["kept"]}
-    assert ("lm_head.weight" in kept) is ("--skip" in option or not option)
-    assert option or kept["lm_head.weight"] == "the output head (--include packs it)"
+    dense = {item["name"]: item["reason"] for item in record["dense"]}
+    assert ("lm_head.weight" in dense) is ("--skip" in option or not option)
+    assert option or dense["lm_head.weight"] == "the output head (--include packs it)"
 
 
 def test_quantize_honours_its_options(dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +141,7 @@ def test_quantize_honours_its_options(dense_file: Path, tmp_path: Path, capsys: 
 def test_quantize_chooses_the_scale_kind_that_the_dialect_writes(
     dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dialect whose global divides gets dividing globals, without being told."""
+    """A dialect whose global divides gets dividing globals by default."""
     out = tmp_path / "folder"
     record = answer(capsys, "quantize", dense_file, out, "--format", "nvfp4", "--dialect", "compressed-tensors-nvfp4")
     assert record["scale_kind"] == "e4m3_div"
@@ -216,26 +216,26 @@ def test_split_follows_names_shapes_and_patterns() -> None:
         "empty.weight": q4.TensorInfo(torch.bfloat16, (0, 64)),
         "model.layers.0.gate.weight": matrix,
     }
-    chosen, kept, idle = split_tensors(infos, skip=["gate", "none"], include=["wte", "gate"])
+    chosen, dense, idle = split_tensors(infos, skip=["gate", "none"], include=["wte", "gate"])
     assert chosen == ["a.weight", "wte.weight"]
     assert idle == ["none"]
-    notable = {item.name for item in kept if item.notable}
+    notable = {item.name for item in dense if item.notable}
     assert notable == {"embed_tokens.weight", "float8.weight", "model.layers.0.gate.weight"}
-    assert len(kept) + len(chosen) == len(infos)
+    assert len(dense) + len(chosen) == len(infos)
 
 
 def test_recipe_takes_a_writing_dialect() -> None:
     """A format gets its usual dialect; one that nothing writes is refused with a reason."""
-    wishes: dict[str, Any] = {"dialect": None, "scale_kind": None, "options": {"block_size": None}, "module": "a"}
-    assert make_recipe("nf4", **wishes).dialect.name == "bitsandbytes"
-    assert make_recipe("NVFP4", **wishes).dialect.name == "modelopt-nvfp4"
+    options: dict[str, Any] = {"dialect": None, "scale_kind": None, "options": {"block_size": None}, "module": "a"}
+    assert make_recipe("nf4", **options).dialect.name == "bitsandbytes"
+    assert make_recipe("NVFP4", **options).dialect.name == "modelopt-nvfp4"
     with pytest.raises(q4.DialectError) as caught:
-        make_recipe("q8_0", **wishes)
+        make_recipe("q8_0", **options)
     assert caught.value.value == "q8_0"
 
 
 @pytest.mark.parametrize(
-    ("words", "told", "untold"),
+    ("words", "shown", "absent"),
     [
         (("quantize", "dense.safetensors", "x", "--format", "nf4", "--dialect", "modelopt-nvfp4"), "layers.1", "probe"),
         (("quantize", "dense.safetensors", "x", "--format", "nf4", "--block-size", "7"), "layers.1", "probe"),
@@ -259,7 +259,7 @@ def test_recipe_takes_a_writing_dialect() -> None:
 )
 @pytest.mark.usefixtures("dense_file")
 def test_messages_say_what_the_user_typed_and_has(
-    words: tuple[str, ...], told: str, untold: str, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], shown: str, absent: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Errors name the user's own layers and options, and no word that only the code has."""
     dense = torch.randn(6, 68, generator=torch.Generator().manual_seed(1))
@@ -267,5 +267,5 @@ def test_messages_say_what_the_user_typed_and_has(
         weight = q4.quantize(dense[:, :64], "nvfp4", scale_kind=q4.ScaleKind.E4M3_DIV)
         q4.save_checkpoint(words[1], {"proj": weight}, dialect="compressed-tensors-nvfp4")
     message = answer(capsys, *words, status=2)["error"]["message"]
-    assert told in message
-    assert untold not in message
+    assert shown in message
+    assert absent not in message

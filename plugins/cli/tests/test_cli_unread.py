@@ -91,8 +91,8 @@ def test_explain_sends_its_selections(caplog: Any, capsys: pytest.CaptureFixture
     with caplog.at_level(logging.INFO, logger="q4core"):
         answer(capsys, "explain", NF4, "--compute-path", "kernel_or_fallback")
         answer(capsys, "explain", NF4, "--compute-path", "kernel_only", status=1)
-    told = [(record.q4_event, record.q4_fields) for record in caplog.records]
-    chosen = [fields for event, fields in told if event == "q4.select"]
+    events = [(record.q4_event, record.q4_fields) for record in caplog.records]
+    chosen = [fields for event, fields in events if event == "q4.select"]
     assert [(item["layer"], item["backend"]) for item in chosen] == [("proj", "dequant-fallback"), ("proj", None)]
     assert chosen[1]["rejections"]
-    assert [fields["layer"] for event, fields in told if event == "q4.fallback"] == ["proj"]
+    assert [fields["layer"] for event, fields in events if event == "q4.fallback"] == ["proj"]

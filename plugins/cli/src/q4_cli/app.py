@@ -1,4 +1,4 @@
-"""Puts the ``q4`` command together, runs it, and turns whatever goes wrong into one clean message."""
+"""The ``q4`` application: its commands, the run of one, and one clean message for every failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from q4_cli.bench import bench
 from q4_cli.convert import convert
 from q4_cli.doctor import doctor
 from q4_cli.explain import explain
-from q4_cli.failure import BROKEN_PIPE, INTERRUPTED, tell
+from q4_cli.failure import BROKEN_PIPE, INTERRUPTED, report
 from q4_cli.inspect import inspect
 from q4_cli.output import warn, warnings_on_stderr
 from q4_cli.quantize import quantize
@@ -45,14 +45,14 @@ def _root(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (also Q4_DEBUG=1).")] = False,
 ) -> None:
-    del version, debug  # a callback's, and taken by run() wherever it stands
+    del version, debug  # a callback's; run() reads it anywhere in the command line
 
 
 def build_app(registry: q4.Registry | None = None) -> typer.Typer:
     """Return the ``typer`` application: our commands, then those of the plugins.
 
-    A plugin's command that takes a name of ours is left out with a warning, and so are all of them where typer can't
-    build one. The registry is the process's unless given.
+    A plugin's command with the name of one of ours is left out with a warning, and so are all of them where typer can't
+    build one. The registry defaults to the process's.
     """
     app = typer.Typer(
         name="q4",
@@ -65,7 +65,7 @@ def build_app(registry: q4.Registry | None = None) -> typer.Typer:
     for command in (doctor, inspect, explain, quantize, convert, bench):
         app.command(command.__name__)(command)
     ours = list(app.registered_commands)
-    with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints while it is loaded is no part of an answer
+    with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints while it is loaded is no part of the output
         (registry or q4.default_registry()).add_commands(app)
     for info in app.registered_commands[len(ours) :]:
         name = info.name or getattr(info.callback, "__name__", "")
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str], *, registry: q4.Registry | None = None) -> int
             return stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:  # noqa: BLE001  # the last line of defence: a message instead of a traceback
         with contextlib.suppress(BrokenPipeError, SystemExit):
-            return tell(error, as_json="--json" in named, with_trace=debug)
+            return report(error, as_json="--json" in named, with_trace=debug)
     with contextlib.suppress(OSError, ValueError, AttributeError):  # the interpreter's own last flush is quiet too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE
@@ -116,7 +116,7 @@ def _call(words: list[str], registry: q4.Registry | None) -> int:
         if not is_doctor:  # which lists it among the problems
             raise
         quiet = muted()
-    hidden = (q4.Q4PluginWarning,) if is_doctor else ()  # doctor tells what is wrong with plugins anyway
+    hidden = (q4.Q4PluginWarning,) if is_doctor else ()  # doctor reports what is wrong with plugins anyway
     with quiet, _terminable(), warnings_on_stderr(*hidden):
         if registry is None and is_doctor:
             registry = q4.Registry([])  # which loads the plugins itself, once it has tried them
@@ -134,7 +134,7 @@ def _call(words: list[str], registry: q4.Registry | None) -> int:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind like Ctrl-C, so that temporary files go; only the main thread may say so."""
+    """Unwind on SIGTERM and SIGHUP as on Ctrl-C, so that temporary files are removed; in the main thread alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

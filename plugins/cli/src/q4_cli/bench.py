@@ -1,4 +1,4 @@
-"""``q4 bench``: how fast the selected paths run here, beside what a copy in memory reaches."""
+"""``q4 bench``: speed of the selected paths on this machine, compared with a copy in memory."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _of_each_kind(checkpoint: q4.Checkpoint, m: tuple[int, int]) -> list[Subject
 def _measure(
     subject: Subject, config: q4.SessionConfig, rows: Sequence[int], seconds: float, *, is_cold: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield what was measured for each number of rows, once its answer was found right."""
+    """Yield the measurement for each number of rows, after its result was checked."""
     name, weight, count = subject
     copies = copies_for(weight.nbytes, is_cold=is_cold)
     with q4.Session(config) as session:

@@ -1,4 +1,4 @@
-"""``q4 doctor``: versions, devices, plugins with state and error, and what each backend can do here."""
+"""``q4 doctor``: versions, devices, plugins with state and error, and the abilities of each backend here."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def doctor(
             "verdicts": verdicts,
             "environment": variables,
         }
-        # Last, when every hook has been asked.
+        # Last, after every hook was called.
         plugins = [
             attrs.evolve(item, state="failed", errors=[hung[item.name]]) if item.name in hung else item
             for item in registry.records()
@@ -168,7 +168,7 @@ def _show_verdicts(console: Console, record: Mapping[str, Any]) -> None:
         for backend, verdicts in backends.items():
             _show_backend(console, backend, verdicts)
     if not devices:
-        say(console, ("No backend may serve", "bold red"))
+        say(console, ("No backend can run here", "bold red"))
     failed = {plugin.name for plugin in record["plugins"] if plugin.state == "failed"}
     for item in record["backends"]:
         if item["state"] == "refused" and item["name"] not in failed:
@@ -178,8 +178,8 @@ def _show_verdicts(console: Console, record: Mapping[str, Any]) -> None:
 def _show_backend(console: Console, backend: str, verdicts: list[Mapping[str, Any]]) -> None:
     """Print what one backend does on one device, formats with the same answer together."""
     states = dict.fromkeys(item["native_load_state"] for item in verdicts)
-    told = ", ".join(state for state in states if state != "not asked")
-    say(console, (backend, "bold"), f"  {told}", label="  ")
+    known = ", ".join(state for state in states if state != "not asked")
+    say(console, (backend, "bold"), f"  {known}", label="  ")
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for item in verdicts:
         reasons = [(reason["code"], _general(reason["message"], item)) for reason in item["reasons"]]
@@ -196,5 +196,5 @@ def _show_backend(console: Console, backend: str, verdicts: list[Mapping[str, An
 
 
 def _general(message: str, verdict: Mapping[str, Any]) -> str:
-    """Return a reason without the format's own name, so that equal reasons are told once."""
+    """Return a reason without the format's own name, so that equal reasons are shown once."""
     return message.replace(repr(verdict["format"]), "…")

@@ -1,4 +1,4 @@
-"""What ``q4 doctor`` finds out: versions, variables, and what each backend can do with each format here."""
+"""Facts for ``q4 doctor``: versions, variables, and the abilities of each backend for each format."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def environment_facts(environment: Mapping[str, str] | None = None) -> tuple[dic
 
 
 def unknown_formats(registry: q4.Registry) -> list[str]:
-    """Return a line for each format that a backend declares and nobody brings: a typo, or a plugin is missing."""
+    """Return a line for each format that a backend declares and no plugin provides: a typo, or a missing plugin."""
     known = sorted(registry.formats())
     problems = []
     for backend, item in registry.backends().items():

@@ -1,4 +1,4 @@
-"""``q4 explain``: which backend and paths would run each layer of a checkpoint here, and why not the others."""
+"""``q4 explain``: the backend and paths that would run each layer here, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _refusal(request: q4.Request, config: q4.SessionConfig, error: q4.BackendUna
 def _show(console: Console, record: Mapping[str, Any], *, show_all: bool) -> None:
     layers = record["layers"]
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for layer in layers:  # those of which the same is said stand together
+    for layer in layers:  # equal answers form one group
         size = "{}×{}".format(*layer["shape"])  # a refusal names the shape
         same = {**layer, "layer": "", "shape": (), "error": str(layer["error"]).replace(size, "N×K")}
         groups.setdefault(layer["layer"] if show_all else repr(sorted(same.items())), []).append(layer)
@@ -148,7 +148,7 @@ def _show_group(console: Console, group: list[Mapping[str, Any]]) -> None:
     count = f"{len(group)} layers" if len(group) > 1 else head["layer"]
     what = f"  {head['format']} on {head['device']}, x {head['dtype']}  →  "
     if head["backend"] is None:
-        say(console, (count, "bold"), what, ("nobody", "bold red"))
+        say(console, (count, "bold"), what, ("no backend", "bold red"))
     else:
         proven = ("proven", "green") if head["proven"] else ("not proven yet", "yellow")
         state = f" ({head['native_load_state']}; "

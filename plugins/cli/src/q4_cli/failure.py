@@ -1,4 +1,4 @@
-"""What the user is told when a command fails: one clean message, or one JSON object, and an exit status."""
+"""Reports of failed commands: one clean message or one JSON object, and an exit status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import q4core as q4
 from q4_cli.output import make_console, say, say_first, to_plain
 from q4core.plugin_api import closest_name
 
-__all__ = ["BAD_INPUT", "BROKEN_PIPE", "CANT_SERVE", "INTERRUPTED", "describe", "tell"]
+__all__ = ["BAD_INPUT", "BROKEN_PIPE", "CANT_SERVE", "INTERRUPTED", "describe", "report"]
 
 CANT_SERVE = 1
 BAD_INPUT = 2
@@ -22,15 +22,15 @@ FAULT = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
-_BROUGHT_BY = {"conform": "q4-conformance", "generate": "q4-lm"}
+_PROVIDERS = {"conform": "q4-conformance", "generate": "q4-lm"}
 """Documented command → the distribution whose plugin adds it."""
 _SHORT_OF = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE}
 
 
 def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Return the exit status for an exception, and what to tell about it, ready for JSON.
+    """Return the exit status for an exception, and its description, ready for JSON.
 
-    That is its stable ``code`` (``usage``, ``system``, ``memory``, ``interrupted`` or ``internal`` for what is no
+    It has a stable ``code`` (``usage``, ``system``, ``memory``, ``interrupted`` or ``internal`` for what is no
     ``Q4Error``), ``message``, ``what``, ``name``, ``rule``, ``value``, ``where``, ``hint`` and ``details``.
     """
     if isinstance(error, q4.Q4Error):
@@ -59,11 +59,11 @@ def _describe_usage(error: Any) -> dict[str, Any]:
     message, context = str(error.format_message()), getattr(error, "ctx", None)
     hint = f"Try '{context.command_path} --help'." if context is not None else None
     unknown = re.match(r"(No such command '([^']*)'\.)(.*)", message)
-    if unknown and unknown[2] in _BROUGHT_BY:
-        message, brings = unknown[1], _BROUGHT_BY[unknown[2]]
-        hint = f"{brings} brings it: python3 -m pip install {brings}"
-        if find_spec(brings.replace("-", "_")):
-            hint = f"{brings} brings it and is not loaded; `q4 doctor` says why."
+    if unknown and unknown[2] in _PROVIDERS:
+        message, provider = unknown[1], _PROVIDERS[unknown[2]]
+        hint = f"{provider} provides it: python3 -m pip install {provider}"
+        if find_spec(provider.replace("-", "_")):
+            hint = f"{provider} provides it and is not loaded; `q4 doctor` says why."
     elif unknown and not unknown[3] and context is not None:  # newer typers name the closest one themselves
         close = closest_name(unknown[2], context.command.list_commands(context))
         hint = f"Did you mean {close!r}? {hint}" if close else hint
@@ -85,13 +85,13 @@ def _describe_own(error: q4.Q4Error) -> tuple[int, dict[str, Any]]:
     if isinstance(error, q4.BackendUnavailableError):
         details["rejections"] = [item.to_dict() for item in error.rejections]
     fields = {name: getattr(error, name) for name in ("what", "name", "rule", "value", "where", "hint")}
-    if not isinstance(error.value, (type(None), bool, int, float, str)):  # whatever JSON can't say in full
+    if not isinstance(error.value, (type(None), bool, int, float, str)):  # what JSON can't represent in full
         fields["value"] = repr(error.value)
     return status, to_plain(_document(error.code, str(error), **fields, details=details))
 
 
-def tell(error: BaseException, *, as_json: bool, with_trace: bool) -> int:
-    """Write what to tell about an exception, JSON to stdout or text to stderr, and return the exit status."""
+def report(error: BaseException, *, as_json: bool, with_trace: bool) -> int:
+    """Write the description of an exception, JSON to stdout or text to stderr, and return the exit status."""
     status, found = describe(error)
     if with_trace:
         sys.stderr.write("".join(traceback.format_exception(error)))

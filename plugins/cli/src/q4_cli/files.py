@@ -1,4 +1,4 @@
-"""The checkpoints that commands read, and those that they write: complete, or not there at all."""
+"""Checkpoints that commands read, and those that they write: complete or absent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def open_file(file: str, *, dialect: str | None = None) -> q4.Checkpoint:
 
 
 def require_readable(checkpoint: q4.Checkpoint, what: str) -> None:
-    """Refuse to rewrite a checkpoint of which a part can't be read."""
+    """Raise ``CheckpointError`` for a checkpoint of which a part can't be read, before it is rewritten."""
     for problem in checkpoint.schema.unsupported:
         hint = f"{problem}, for example, and can't be copied. Pack the original weights by `q4 quantize` instead."
         raise q4.CheckpointError(what, name="IN", rule="readable as a whole", where=str(checkpoint.path), hint=hint)
@@ -50,7 +50,7 @@ class Target:
 
     @classmethod
     def check(cls, out: str, source: Path, *, force: bool) -> Target:
-        """Return the target for OUT, or refuse it before any work is done; ``source`` is what is read."""
+        """Return the target for OUT, or raise ``CheckpointError`` before any work; ``source`` is what is read."""
 
         def refuse(rule: str, value: object, hint: str | None = None) -> NoReturn:
             raise q4.CheckpointError("output", name="OUT", rule=rule, value=value, where=out, hint=hint)
@@ -76,7 +76,7 @@ class Target:
         if existed and not force and (not is_folder or any(path.iterdir())):
             refuse("new", "an existing path", "Use --force to replace it.")
         if existed and any(path.samefile(item) for item in (source, source.parent if is_folder else source)):
-            refuse("another one than IN", "the same", "Write beside it, then move it.")
+            refuse("another one than IN", "the same", "Write to another path, then move the result.")
         return cls(path, is_folder, existed)
 
     def write(  # noqa: PLR0913  # the facts of one checkpoint
@@ -142,7 +142,7 @@ def _companions(home: Path) -> list[Path]:
 
 
 def _own_metadata(source: q4.Checkpoint) -> dict[str, str]:
-    """Return the header's texts but those that tell how a layer was stored: the new dialect writes its own."""
+    """Return the header's texts without those on how a layer was stored: the new dialect writes its own."""
     if source.reader != "safetensors":
         return {}
     layers = source.schema.layers.items()

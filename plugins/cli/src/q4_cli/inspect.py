@@ -1,4 +1,4 @@
-"""``q4 inspect``: what a checkpoint holds, layer by layer, from its headers; one layer of each kind is read."""
+"""``q4 inspect``: contents of a checkpoint, layer by layer, from its headers; one layer of each kind is read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def inspect(file: options.File, *, dialect: options.Dialect = None, as_json: opt
 
 
 def _record(file: str, schema: q4.Schema, checkpoint: q4.Checkpoint | None) -> dict[str, Any]:
-    """Return the command's document; of a checkpoint that could not be opened, what its schema tells."""
+    """Return the command's document; for a checkpoint that could not be opened, the facts of its schema."""
     infos = {} if checkpoint is None else checkpoint.dense.infos
     known: dict[Hashable, dict[str, Any]] = {}
     layers = [_layer_facts(schema.layers[name], known, checkpoint) for name in sorted(schema.layers, key=natural_key)]
@@ -93,11 +93,11 @@ def _record(file: str, schema: q4.Schema, checkpoint: q4.Checkpoint | None) -> d
 def _layer_facts(
     layer: q4.LayerSchema, known: dict[Hashable, dict[str, Any]], checkpoint: q4.Checkpoint | None
 ) -> dict[str, Any]:
-    """Return the facts of one layer; one that can't be told is None.
+    """Return the facts of one layer; unknown ones are None.
 
-    The scale kind stands in no name or shape alone, so one layer of each kind is read (as views of the mapped file, its
-    numbers unchecked), and ``known`` keeps what was found. Layers are of a kind when dialect, format, block, roles,
-    shape and bytes are equal.
+    Names and shapes alone don't determine the scale kind, so one layer of each kind is read (as views of the mapped
+    file, its numbers unchecked), and ``known`` stores the result. Layers are of a kind when dialect, format, block,
+    roles, shape and bytes are equal.
     """
     place = layer.shape or layer.module
     kind = (layer.dialect, layer.format, layer.block_size, tuple(sorted(layer.keys)), place, layer.nbytes)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the readers of their small languages."""
+"""Options that several commands share, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def illegal(option: str, rule: str, value: object, known: Iterable[str] = ()) ->
 
 
 def resolve_config(*, precision: q4.ActivationPrecision | None, dtype: str | None, **asked: Any) -> q4.SessionConfig:
-    """Return the configuration that options ask for; what is not given asks context, environment and defaults."""
+    """Return the configuration of some options; what is not given comes from context, environment and defaults."""
     asked |= {"activation_precision": precision, "compute_dtype": parse_dtype(dtype)}
     return q4.resolve_config(q4.SessionConfig(**asked))
 
 
 def parse_dtype(text: str | None) -> torch.dtype | None:
-    """Return a dtype of x by name; None asks for none."""
+    """Return a dtype of x by name, or None for None."""
     known = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
     if text is None:
         return None
@@ -111,7 +111,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 
 def parse_size(text: str | None) -> int | None:
-    """Return a number of bytes from ``5GB``, ``500 MiB`` or a plain number; None asks for no limit."""
+    """Return a number of bytes from ``5GB``, ``500 MiB`` or a plain number; None means no limit."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d{1,12})\s*([kmg]i?)?b?\s*", text, re.IGNORECASE)

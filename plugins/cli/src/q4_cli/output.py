@@ -1,6 +1,6 @@
-"""The one place that decides what goes where: tables on a terminal, or exactly one JSON document alone on stdout.
+"""Output of the commands: tables on a terminal, or exactly one JSON document alone on stdout.
 
-Progress, warnings, logs and whatever a library prints go to stderr.
+Progress, warnings, logs and what libraries print go to stderr.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Output:
     def answer(self, record: Mapping[str, Any], show: Callable[[Console], None]) -> None:
         """Write the command's answer: ``record`` as JSON, or what ``show`` prints."""
         if self.as_json:
-            # ASCII escapes are valid whatever the encoding of the pipe, and whatever a file name holds.
+            # ASCII escapes are valid in every encoding of the pipe, and for every file name.
             self._file.write(json.dumps(to_plain(record), indent=2, allow_nan=False) + "\n")
             self._file.flush()
         else:
@@ -237,7 +237,7 @@ class Output:
 
 @contextlib.contextmanager
 def open_output(*, as_json: bool) -> Iterator[Output]:
-    """Give a command its output; under ``--json`` whatever else is printed to stdout goes to stderr meanwhile."""
+    """Give a command its output; under ``--json`` all else that is printed to stdout goes to stderr meanwhile."""
     output = Output(sys.stdout, as_json=as_json)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield output

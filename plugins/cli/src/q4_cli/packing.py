@@ -1,4 +1,4 @@
-"""Which tensors ``q4 quantize`` packs and how, and packs them while they are written, one at a time."""
+"""Choice, recipe and packing of the tensors of ``q4 quantize``, one at a time while they are written."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _PROBE_COLUMNS = 1024
 
 
 @attrs.frozen
-class Kept:
-    """A tensor that stays dense, and why; ``notable`` where one would expect it packed, so that people are told."""
+class DenseTensor:
+    """A tensor that stays dense, and why; ``notable`` where one would expect it packed, so that it is reported."""
 
     name: str
     reason: str
@@ -54,21 +54,21 @@ def _is_match(name: str, pattern: str) -> bool:
 
 def split_tensors(
     infos: Mapping[str, q4.TensorInfo], *, skip: Sequence[str] = (), include: Sequence[str] = ()
-) -> tuple[list[str], list[Kept], list[str]]:
-    """Return the names to pack, the tensors to keep with the reasons, and the patterns that match nothing.
+) -> tuple[list[str], list[DenseTensor], list[str]]:
+    """Return the names to pack, the tensors that stay dense with the reasons, and the patterns that match nothing.
 
     Patterns are globs over the name, the module or its last part; ``skip`` wins over ``include``.
     """
     chosen: list[str] = []
-    kept: list[Kept] = []
+    remaining: list[DenseTensor] = []
     for name, info in infos.items():
         reason, notable = _reason(name, info, skip, include)
         if reason is None:
             chosen.append(name)
         else:
-            kept.append(Kept(name, reason, info.nbytes, notable=notable))
+            remaining.append(DenseTensor(name, reason, info.nbytes, notable=notable))
     idle = [pattern for pattern in (*skip, *include) if not any(_is_match(name, pattern) for name in infos)]
-    return chosen, kept, idle
+    return chosen, remaining, idle
 
 
 def _reason(name: str, info: q4.TensorInfo, skip: Sequence[str], include: Sequence[str]) -> tuple[str | None, bool]:
@@ -91,8 +91,8 @@ def make_recipe(
 ) -> Recipe:
     """Decide how to pack, before any work is done; errors name ``module``, the first layer to pack.
 
-    The dialect is the format's usual one unless named; the scale kind is the format's default, or the most exact one
-    that the dialect writes. ``options`` are ``block_size`` and ``symmetric``, as ``q4.quantize`` has them.
+    The dialect defaults to the format's usual one, the scale kind to the format's default, or the most exact one that
+    the dialect writes. ``options`` are ``block_size`` and ``symmetric``, as ``q4.quantize`` has them.
     """
     kind = q4.find_format(format_name, q4.default_registry().formats().values())
     known = q4.dialects()
@@ -131,7 +131,7 @@ def _writers(kind: q4.Format, known: Iterable[q4.Dialect]) -> list[q4.Dialect]:
 
 
 def _try(kind: q4.Format, dialect: q4.Dialect, module: str, options: dict[str, Any]) -> Recipe:
-    """Pack and write a small made-up weight, so that what a dialect refuses is known before the work begins."""
+    """Pack and write a small made-up weight, so that a dialect rejects it before the work begins."""
     block = max(1, options["block_size"] or kind.block_size)
     columns = -(-max(_PROBE_COLUMNS, block) // block) * block
     dense = torch.linspace(-1, 1, _PROBE_ROWS * columns).reshape(_PROBE_ROWS, columns)
@@ -141,10 +141,12 @@ def _try(kind: q4.Format, dialect: q4.Dialect, module: str, options: dict[str, A
     return Recipe(format=kind, dialect=dialect, options=chosen)
 
 
-def nothing_to_pack(kept: Sequence[Kept], where: str) -> q4.CheckpointError:
-    """Return the error for a checkpoint of which every tensor is kept; its details have the reasons."""
-    reasons = [f"{item.name}: {item.reason}" for item in kept if item.notable] or ["no matrix named <module>.weight"]
-    rule, value = "a checkpoint with at least one tensor to pack", f"{len(kept)} tensors to keep"
+def nothing_to_pack(remaining: Sequence[DenseTensor], where: str) -> q4.CheckpointError:
+    """Return the error for a checkpoint of which every tensor stays dense; its details have the reasons."""
+    reasons = [f"{item.name}: {item.reason}" for item in remaining if item.notable] or [
+        "no matrix named <module>.weight"
+    ]
+    rule, value = "a checkpoint with at least one tensor to pack", f"{len(remaining)} tensors that stay dense"
     hint = f"Name the original dense checkpoint, or --include an embedding. {reasons[0]}."
     return q4.CheckpointError("q4 quantize", name="IN", rule=rule, value=value, where=where, hint=hint, reasons=reasons)
 
@@ -153,13 +155,13 @@ def nothing_to_pack(kept: Sequence[Kept], where: str) -> q4.CheckpointError:
 class Packing(Mapping[str, q4.PackedWeight]):
     """Module → ``PackedWeight``, packed while it is iterated over, one at a time.
 
-    What can't be packed is left out and added to ``kept``, or raises under ``strict``; ``step`` gets each module that
-    is done.
+    What can't be packed is left out and added to ``remaining``, or raises under ``strict``; ``step`` gets each module
+    after it was written.
     """
 
     dense: Mapping[str, torch.Tensor]
     names: Sequence[str]
-    kept: list[Kept]
+    remaining: list[DenseTensor]
     recipe: Recipe
     where: str
     strict: bool
@@ -169,7 +171,7 @@ class Packing(Mapping[str, q4.PackedWeight]):
     _current: tuple[str, q4.PackedWeight] | None = attrs.field(default=None, init=False)
 
     def __iter__(self) -> Iterator[str]:
-        """Pack one tensor after the other, and yield the module of each that could be packed; to be asked once."""
+        """Pack one tensor after the other, and yield the module of each that could be packed; works once."""
         for name in self.names:
             module = name.removesuffix(".weight")
             weight = self._pack(name, module)
@@ -179,7 +181,7 @@ class Packing(Mapping[str, q4.PackedWeight]):
                 self._current = None
             self.step(module)
         if not self.packed:
-            raise nothing_to_pack(self.kept, self.where)
+            raise nothing_to_pack(self.remaining, self.where)
 
     def _pack(self, name: str, module: str) -> q4.PackedWeight | None:
         dense, recipe = self.dense[name], self.recipe
@@ -190,7 +192,7 @@ class Packing(Mapping[str, q4.PackedWeight]):
         except q4.Q4Error as error:
             if self.strict:
                 raise
-            self.kept.append(Kept(name, str(error), nbytes, notable=True))
+            self.remaining.append(DenseTensor(name, str(error), nbytes, notable=True))
             return None
         self.packed.append(
             {
@@ -205,7 +207,7 @@ class Packing(Mapping[str, q4.PackedWeight]):
         return weight
 
     def __getitem__(self, module: str) -> q4.PackedWeight:
-        """Return the weight of the module that iteration stands at."""
+        """Return the weight of the current module of the iteration."""
         if self._current is None or self._current[0] != module:
             raise KeyError(module)
         return self._current[1]

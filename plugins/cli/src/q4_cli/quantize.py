@@ -37,7 +37,7 @@ def quantize(  # noqa: PLR0913  # one argument per option
         typer.Option("--dialect", metavar="NAME", help="How to store it. Defaults to the format's usual one."),
     ] = None,
     skip: Annotated[
-        list[str] | None, typer.Option("--skip", metavar="GLOB", help="Keep these dense; may be repeated.")
+        list[str] | None, typer.Option("--skip", metavar="GLOB", help="Leave these dense; may be repeated.")
     ] = None,
     include: Annotated[
         list[str] | None,
@@ -65,11 +65,11 @@ def quantize(  # noqa: PLR0913  # one argument per option
             hint = "Use `q4 convert` to store packed layers in another dialect."
             rule = "a dense checkpoint"
             raise q4.CheckpointError("q4 quantize", name="IN", rule=rule, value=value, where=where, hint=hint)
-        names, kept, idle = split_tensors(checkpoint.dense.infos, skip=skip or (), include=include or ())
+        names, remaining, idle = split_tensors(checkpoint.dense.infos, skip=skip or (), include=include or ())
         for pattern in idle:
             output.note(f"no tensor matches {pattern!r}")
         if not names:
-            raise nothing_to_pack(kept, where)
+            raise nothing_to_pack(remaining, where)
         recipe = make_recipe(
             format,
             dialect=dialect,
@@ -78,7 +78,7 @@ def quantize(  # noqa: PLR0913  # one argument per option
             module=names[0].removesuffix(".weight"),
         )
         with output.progress("packing", len(names)) as step:
-            packing = Packing(checkpoint.dense, names, kept, recipe, where=where, strict=strict, step=step)
+            packing = Packing(checkpoint.dense, names, remaining, recipe, where=where, strict=strict, step=step)
             target.write(packing, Others(packing), checkpoint, dialect=recipe.dialect.name, max_shard_bytes=shard_bytes)
         packed = packing.packed
         record = {
@@ -89,12 +89,12 @@ def quantize(  # noqa: PLR0913  # one argument per option
             "block_size": recipe.options["block_size"],
             "scale_kind": recipe.options["scale_kind"],
             "layers": packed,
-            "kept": kept,
+            "dense": remaining,
             "totals": {
                 "layers": len(packed),
                 "bytes_before": sum(item["bytes_before"] for item in packed),
                 "bytes_after": sum(item["bytes_after"] for item in packed),
-                "kept_bytes": sum(item.nbytes for item in kept),
+                "dense_bytes": sum(item.nbytes for item in remaining),
                 "worst_relative_error": max(item["relative_error"] for item in packed),
                 "seconds": round(time.perf_counter() - started, 3),
             },
@@ -117,16 +117,17 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
     print_table(console, _TITLES, rows)
     say(console)
     reasons: dict[str, list[str]] = {}
-    for item in record["kept"]:
+    for item in record["dense"]:
         if item.notable:
             reasons.setdefault(item.reason, []).append(item.name)
     lines = [f"{first_of(names)}: {reason}" for reason, names in reasons.items()]
-    say_first(console, lines, label="kept dense: ")
+    say_first(console, lines, label="left dense: ")
     totals = record["totals"]
     size = f"{bytes_text(totals['bytes_before'])} → {bytes_text(totals['bytes_after'])}"
     what = f"{record['format']}, {record['dialect']}, block {record['block_size']}, scale {record['scale_kind'].value}"
+    left = f"{counted(len(record['dense']), 'tensor')} left dense"
     text = (
-        f"{counted(totals['layers'], 'layer')} packed ({what}): {size}; {counted(len(record['kept']), 'tensor')} kept "
-        f"({bytes_text(totals['kept_bytes'])}); {totals['seconds']:.1f} s → {record['out']}"
+        f"{counted(totals['layers'], 'layer')} packed ({what}): {size}; {left} "
+        f"({bytes_text(totals['dense_bytes'])}); {totals['seconds']:.1f} s → {record['out']}"
     )
     say(console, (text, "bold"))

@@ -1,4 +1,4 @@
-"""Measures one layer honestly: the answer is checked first, and the weight comes from memory and not from a cache."""
+"""Timing of one layer, after a check of its result, with a weight that comes from memory and not from a cache."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def require_right(layer: q4.Q4Linear, weight: q4.PackedWeight, path: q4.KernelPa
 def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, seconds: float) -> tuple[float, ...]:
     """Call each in turn, round and round, and return how long each call took, in microseconds.
 
-    After the warm-up at least five calls are measured, unless they take for ever; CUDA's by events on its stream.
+    After the warm-up at least five calls are measured, unless they take too long; CUDA's by events on its stream.
     """
     with torch.no_grad():
         for index in range(max(_WARM_UP, min(len(calls), 8))):

@@ -1,7 +1,7 @@
-"""A trial of each plugin in a child process: one that hangs there, or ends it, is named before anything loads it here.
+"""Trial of each plugin in a child process: one that hangs there, or ends it, is named before this process loads it.
 
 The child reports what it is about to do with which plugin, one line of JSON each. A plugin that goes wrong ends it, and
-another child goes on with the plugins that are left.
+another child tries the remaining plugins.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["main", "shut_out", "try_plugins"]
 LIMIT_S = 30.0
 """How long one plugin's import, one hook of it, or its backend's answers may take."""
 _GRACE_S = 10.0
-"""What hangs without giving way to Python's other threads is ended so much later, and its place is not known."""
+"""A step that hangs without giving way to Python's other threads is ended so much later, at an unknown line."""
 _VARIABLE = "Q4_DISABLE_PLUGINS"
 
 
 @contextlib.contextmanager
 def shut_out(names: Sequence[str]) -> Iterator[None]:
-    """Let this process load none of these plugins, whoever asks for the registry, until the end of the block."""
+    """Disable these plugins in this process, for every use of the registry, until the end of the block."""
     if not names:
         yield
         return
