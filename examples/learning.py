@@ -1,4 +1,4 @@
-"""What the learning examples share: losses over text, two networks beside each other, and a picture of curves.
+"""Shared code of the learning examples: losses over text, a comparison of two networks, and a picture of curves.
 
 The examples that use it need q4-nn, scikit-learn and matplotlib: pip install "q4core[examples]"
 """
@@ -63,7 +63,7 @@ def draw(curves: Mapping[str, Sequence[float]], path: Path, title: str, ylabel: 
 def compare_on_digits(
     train: Callable[[str | None, int, int], tuple[list[float], float]], about: str, epochs: int, picture: str
 ) -> None:
-    """Train the float network and its four-bit twin from several seeds, draw the first, and say what came out.
+    """Train the float network and its four-bit twin from several seeds, draw the first, and print the results.
 
     Args:
         train: Format or None, seed and epochs → the loss of each epoch, and the share of right answers.

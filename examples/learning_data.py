@@ -1,4 +1,4 @@
-"""Data for the learning examples that is at hand without a download: handwritten digits, and this project's pages.
+"""Data for the learning examples that needs no download: handwritten digits, and this project's pages.
 
 The examples that use it need q4-nn, scikit-learn and matplotlib: pip install "q4core[examples]"
 """

@@ -121,14 +121,14 @@ def statistics(spikes: torch.Tensor, sizes: list[int], seconds: float, skip: flo
     )
     mean = total / number
     variation = (squares / number - mean**2).clamp(min=0).sqrt() / mean
-    variation[number < 3] = torch.nan  # too few intervals to tell  # noqa: PLR2004
+    variation[number < 3] = torch.nan  # too few intervals  # noqa: PLR2004
     counts = torch.bincount(late[:, 1], minlength=sum(sizes)).double() / (seconds - skip)
     parts = zip(counts.split(sizes), variation.split(sizes), strict=True)
     return [(float(rate.mean()), float(item.nanmean())) for rate, item in parts]
 
 
 def draw_picture(spikes: torch.Tensor, model: Model, found: list[tuple[float, float]], path: Path) -> None:
-    """Draw a raster of the last 200 ms and the mean rates beside those at full size."""
+    """Draw a raster of the last 200 ms and the mean rates next to those at full size."""
     import matplotlib as mpl  # noqa: PLC0415  # an extra, needed for the picture alone
 
     mpl.use("Agg")
@@ -156,7 +156,7 @@ def draw_picture(spikes: torch.Tensor, model: Model, found: list[tuple[float, fl
 
 
 def main() -> None:
-    """Run the circuit and tell its rates."""
+    """Run the circuit and print its rates."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--scale", type=float, default=0.1, help="share of neurons and of in-degrees")
     parser.add_argument("--seconds", type=float, default=2.0, help="of the model's time; the first 0.5 are not counted")

@@ -1,4 +1,4 @@
-"""A perceptron reads handwritten digits with four-bit weights: trained, packed, and beside its float twin.
+"""A perceptron reads handwritten digits with four-bit weights: trained, packed, and compared with float.
 
     python examples/mlp_digits.py [--epochs 40] [--seeds 5] [--format nf4] [--picture mlp_digits.png]
 

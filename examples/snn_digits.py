@@ -1,4 +1,4 @@
-"""A spiking network with 4-bit synapses tells handwritten digits by when their pixels fire: the brighter, the earlier.
+"""A spiking network with 4-bit synapses classifies digits by when their pixels fire: the brighter, the earlier.
 
     python examples/snn_digits.py [--epochs 30] [--seeds 5] [--format nf4] [--picture spikes.png]
 

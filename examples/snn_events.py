@@ -1,9 +1,9 @@
-"""A spiking network with 4-bit synapses tells digits by the events of a camera that moves over them.
+"""A spiking network with 4-bit synapses classifies digits by the events of a camera that moves over them.
 
     python examples/snn_events.py [--epochs 30] [--seeds 5] [--format nf4] [--picture spikes.png]
 
 The data are made here as N-MNIST was recorded: the camera makes three saccades, a triangle, and each of its pixels
-tells when it gets brighter (one input) or darker (another). Each sample starts elsewhere.
+reports when it gets brighter (one input) or darker (another). Each sample starts elsewhere.
 
 It needs q4-snn, scikit-learn (the digits) and matplotlib: pip install "q4core[examples]"
 """

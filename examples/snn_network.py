@@ -13,7 +13,7 @@ from q4_nn import ste_weight
 SIZE, DIGITS = 64, 10
 HIDDEN = ("a", "b", "c", "d")
 SOURCES = {**dict.fromkeys(HIDDEN, ("pixels", *HIDDEN)), "out": HIDDEN}
-"""Whom each population reads."""
+"""The populations that each population reads."""
 LEAK, FORMAT = 0.9, "nf4"  # blocks of 64 lie within one source's rows, so parts are quantised like the whole
 
 

@@ -1,4 +1,4 @@
-"""The picture of ``actor_snn.py``: what one image does, as a raster of spikes and traces of membranes.
+"""Picture of ``actor_snn.py``: a raster of spikes and traces of membranes for one image.
 
 A part of that example, which needs: pip install "q4core[examples]"
 """
@@ -46,8 +46,8 @@ def draw(fired: torch.Tensor, potentials: torch.Tensor, image: torch.Tensor, lab
             hidden.plot(time_, busiest, color=colors[index], lw=1, label=f"population {name}")
     for digit, trace in enumerate(potentials[:, -DIGITS:].numpy().T):
         is_true = digit == label
-        told = f"{digit}, the right one" if is_true else "other digits" if digit == (label == 0) else None
-        out.plot(time_, trace, color=colors[-1] if is_true else "#888a85", lw=1.5 if is_true else 0.8, label=told)
+        label_text = f"{digit}, the right one" if is_true else "other digits" if digit == (label == 0) else None
+        out.plot(time_, trace, color=colors[-1] if is_true else "#888a85", lw=1.5 if is_true else 0.8, label=label_text)
     counts = fired[:, -DIGITS:].sum(0)
     ticks = [*range(0, len(HIDDEN) * SIZE + 1, SIZE), fired.shape[1]]
     raster.set(xlabel="step", ylabel="neuron", yticks=ticks, ylim=(-3, fired.shape[1] + 60))

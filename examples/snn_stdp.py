@@ -38,7 +38,7 @@ def events(steps: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def read(codes: MutableTensor, weight: q4.PackedWeight, last: int, means: list[tuple[float, float]]) -> None:
-    """Be the reader: of each version, note how strong the synapses of both halves are."""
+    """Read each version, and record how strong the synapses of both halves are."""
     for version in range(1, last + 1):
         codes.wait(version)
         with codes.read() as seen:
@@ -66,7 +66,7 @@ def draw(means: list[tuple[float, float]], before: torch.Tensor, after: torch.Te
 
 
 def main() -> None:
-    """Learn, read, draw, and say what came out."""
+    """Learn, read, draw, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=6)
     parser.add_argument("--format", default="nf4")

@@ -1,4 +1,4 @@
-"""What the examples of spiking networks share: a classifier, its training in float and in four bits, and pictures.
+"""Shared code of the examples of spiking networks: a classifier, its training in float and in four bits, and pictures.
 
 The examples that use it need q4-snn, scikit-learn, matplotlib and rich: pip install "q4core[examples]"
 """
@@ -94,7 +94,7 @@ def draw(given: torch.Tensor, spikes: torch.Tensor, membranes: torch.Tensor, rat
 
 
 def compare(about: str, data: Callable[..., tuple[torch.Tensor, ...]], encode: Callable[..., torch.Tensor]) -> None:
-    """Train float and 4-bit networks from several seeds, say how many test samples they tell, show and draw one.
+    """Train float and 4-bit networks from several seeds, print the share of right answers, show and draw one.
 
     Args:
         about: The example's docstring.
@@ -122,9 +122,10 @@ def compare(about: str, data: Callable[..., tuple[torch.Tensor, ...]], encode: C
                 pack_(model, session)
             with torch.no_grad():
                 right.append(float((model.eval()(test).argmax(1) == test_labels).float().mean()))
-        told = f"mean of {len(right)} seeds, worst {min(right):.2%}"
+        seeds = f"mean of {len(right)} seeds, worst {min(right):.2%}"
         print(
-            f"{kind or 'float'} synapses: {sum(right) / len(right):.2%} of the test samples right ({told})", flush=True
+            f"{kind or 'float'} synapses: {sum(right) / len(right):.2%} of the test samples right ({seeds})",
+            flush=True,
         )
     with torch.no_grad():
         found = model.network(encode(test), record=("pixels", "hidden", "out"))[0]

@@ -80,5 +80,5 @@ class ExampleBackend:
 
 @q4.hookimpl
 def q4_backends() -> list[ExampleBackend]:
-    """Tell q4core what this package brings; called when a session first looks for backends."""
+    """Return the backends of this package; called when a session first looks for backends."""
     return [ExampleBackend()]
