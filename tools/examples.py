@@ -1,6 +1,6 @@
-"""Trains the learning examples, and stores what they reach in benchmarks/results/examples.json.
+"""Training of the learning examples, with results in benchmarks/results/examples.json.
 
-``python -m tools.examples [PYTEST OPTION …]``: ``-k text`` trains one and stores it beside the others.
+``python -m tools.examples [PYTEST OPTION …]``: ``-k text`` trains one and replaces its result alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lines of source by package, without tests: ``python -m tools.lines`` fails where a package passes its budget."""
+"""Lines of source by package, without tests: ``python -m tools.lines`` fails where a package exceeds its budget."""
 
 from __future__ import annotations
 
@@ -47,41 +47,41 @@ Those of the core and the kit are provisional, until the parts named there have 
 def count_lines(files: dict[str, int]) -> tuple[Counter[str], list[str]]:
     """Add up lines of files by the innermost folder of the table; return also the files that lie in none of them."""
     totals: Counter[str] = Counter()
-    homeless = []
+    unlisted = []
     for name, lines in files.items():
         path = PurePosixPath(name)
         if path.suffix not in SUFFIXES or NO_SOURCE & set(path.parts):
             continue
         folder = next((str(parent) for parent in path.parents if str(parent) in BUDGETS), ".")
         if folder == "." and len(path.parts) > 1:
-            homeless.append(name)
+            unlisted.append(name)
         totals[folder] += lines
-    return totals, homeless
+    return totals, unlisted
 
 
-def problems(totals: Counter[str], homeless: list[str]) -> list[str]:
-    """Return a sentence for each budget that is passed and each file that has no place in the table."""
+def problems(totals: Counter[str], unlisted: list[str]) -> list[str]:
+    """Return a sentence for each budget that is exceeded and each file outside the folders of the table."""
     found = [
         f"{folder} has {totals[folder]:,} lines, its budget is {budget:,}: cut it, or change decision 0024"
         for folder, budget in BUDGETS.items()
         if budget is not None and totals[folder] > budget
     ]
-    return found + [f"{name} lies in no folder of the table in tools/lines.py" for name in homeless]
+    return found + [f"{name} lies in no folder of the table in tools/lines.py" for name in unlisted]
 
 
 def main() -> int:
-    """Print a line for each folder; return 1 where a budget is passed."""
+    """Print a line for each folder; return 1 where a budget is exceeded."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     paths = {name: ROOT / name for name in listed if PurePosixPath(name).suffix in SUFFIXES}
     lengths = {
         name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in paths.items() if path.is_file()
     }
-    totals, homeless = count_lines(lengths)
+    totals, unlisted = count_lines(lengths)
     print(f"{'folder':<26}{'lines':>8}{'budget':>9}")
     for folder, budget in BUDGETS.items():
         print(f"{folder:<26}{totals[folder]:>8,}{'–' if budget is None else format(budget, ','):>9}")
-    for sentence in (found := problems(totals, homeless)):
+    for sentence in (found := problems(totals, unlisted)):
         print(sentence, file=sys.stderr)
     return int(bool(found))
 

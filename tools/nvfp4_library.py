@@ -1,4 +1,4 @@
-"""Build libNVFP4.so with nvcc into build/nvfp4, and check its exports: ``python -m tools.nvfp4_library``."""
+"""Build of libNVFP4.so by nvcc into build/nvfp4, with a check of its exports: ``python -m tools.nvfp4_library``."""
 
 from __future__ import annotations
 

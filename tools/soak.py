@@ -1,6 +1,6 @@
-"""Runs the long tests, and stores what they found in benchmarks/results/soak.json: ``python -m tools.soak [PART …]``.
+"""Long tests, with results in benchmarks/results/soak.json: ``python -m tools.soak [PART …]``.
 
-Each part is stored when it ends without a failure, with commit and date, and can be run alone when its code changed.
+Each part that passes is stored with commit and date. It can be run alone when its code has changed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PARTS = {
     "models": ["plugins/transformers/tests/peers"],
     "certificates": [],
 }
-"""Part → the folders whose tests it runs; ``interpreted`` those under Triton's interpreter, ``models`` those beside
+"""Part → the folders whose tests it runs; ``interpreted`` those under Triton's interpreter, ``models`` those with
 transformers, the others the rest. ``certificates`` judges by every case, and compares with the committed pages."""
 
 
 def count_tests(report: Path) -> dict[str, Any]:
-    """Return how many tests of each module a report of pytest's holds, and what they took, in seconds."""
+    """Return the number of tests by module in a report of pytest's, and their duration in seconds."""
     (suite,) = ET.parse(report).getroot().iter("testsuite")  # noqa: S314  # written by pytest a moment ago
     counts = Counter(case.attrib["classname"].rpartition(".")[2] for case in suite.iter("testcase"))
     tests, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
@@ -76,7 +76,7 @@ def run_part(name: str) -> dict[str, Any]:
 
 
 def _families() -> dict[str, Any]:
-    """Return which families of transformers ``test_families.py`` tried, and which not and why."""
+    """Return the families of transformers that ``test_families.py`` tried, and the others with the reasons."""
     found = json.loads((ROOT / "build/families-nf4.json").read_text(encoding="utf-8"))
     return {**found, "tried": sorted(found["tried"])}
 

@@ -1,4 +1,4 @@
-"""The tests that need no GPU and no other 4-bit library: ``python -m tools.testing``, or some of them with arguments.
+"""Tests that need no GPU and no other 4-bit library: ``python -m tools.testing``, or some of them with arguments.
 
 Each test runs once. Those of Triton's kernels run in its interpreter, and those of the CPU kernels' paths on AVX2, too.
 """
@@ -25,7 +25,7 @@ PEERS = ["tests/peers", "plugins/transformers/tests/peers"]
 """Tests that compare with other libraries, which pytest enters only where they are named: ``nox -s peers``."""
 KERNELS = ["plugins/nf4-cuda", "plugins/nvfp4-native", "plugins/triton-kernels"]
 OF_PATHS = ["tests", *(f"plugins/{name}" for name in ("cli", "cpu-native", "lm", "nn", "programs", "snn"))]
-"""Folders whose tests look at paths of the CPU kernels."""
+"""Folders whose tests depend on the paths of the CPU kernels."""
 _ELSEWHERE = ["soak", "gpu", "interpreted", "peer", "training"]
 _DEBIAN = "apt install g++-aarch64-linux-gnu qemu-user-static"
 _WORKERS = str(min(8, 2 + (os.cpu_count() or 1)))  # a fifth of the time, tests wait for other processes
@@ -33,7 +33,7 @@ _SHARED = ["-n", _WORKERS, "--dist", "loadfile", "--no-loadscope-reorder", "--du
 
 
 def marks() -> str:
-    """Return which tests run here, as pytest's ``-m`` takes it; in CI, none is left out because a tool is missing."""
+    """Return the marks of the tests to run here, for pytest's ``-m``; in CI, none is left out for a missing tool."""
     unwanted = [*_ELSEWHERE]
     if not all(map(shutil.which, CROSS_TOOLS)) and not os.environ.get("CI"):
         print(f"the kernels for Arm are not tested; Debian: {_DEBIAN}", file=sys.stderr)
