@@ -1,4 +1,4 @@
-"""Our layers on the device: which backend serves which format, and what is timed of them."""
+"""Our layers on the device: the formats of each backend, and the calls that are timed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import q4core as q4
 from benchmarks.candidate import OURS, Calls, Candidate
 from benchmarks.weights import FORMATS, exact_value, weight_of
+from q4core.extension import LayerHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 BACKENDS = "nf4-cuda,nvfp4-native"
-"""Who is measured; ``Q4_BENCH_BACKENDS`` names others."""
+"""Backends that are measured; ``Q4_BENCH_BACKENDS`` names others."""
 EXACT, FP4 = "exact", "fp4"
 DTYPE = torch.bfloat16
 _LIMITS = {EXACT: 1e-5, FP4: 4e-2}
@@ -71,7 +72,7 @@ def precisions_of(backend: q4.Backend) -> list[str]:
 def session(
     backend: str, place: Place, precision: str = EXACT, *, own: q4.Registry | None = None, gradients: bool = False
 ) -> q4.Session:
-    """Return a session that takes nothing but one backend."""
+    """Return a session with one backend alone."""
     config = q4.SessionConfig(
         device=str(place.device),
         backend=backend,
@@ -92,6 +93,7 @@ class Made:
         precision: ``exact`` or ``fp4``.
         layers: The copies.
         weight: The weight, as a backend of these formats reads it.
+        request: The layers' request, as the backend sees it.
         reference: float64 [P, K] on the device: the weight's pattern.
     """
 
@@ -100,12 +102,18 @@ class Made:
     precision: str
     layers: list[q4.Q4Linear]
     weight: q4.PackedWeight
+    request: q4.Request
     reference: torch.Tensor
+
+    @functools.cached_property
+    def handle(self) -> LayerHandle:
+        """The backend, tensors and paths of the first copy."""
+        return LayerHandle(self.layers[0])
 
     @property
     def linear(self) -> Callable[..., None]:
         """The backend's own ``linear``."""
-        call: Callable[..., None] = self._ready.plan.backend.linear
+        call: Callable[..., None] = self.handle.backend.linear
         return call
 
     @property
@@ -114,10 +122,11 @@ class Made:
         return self.layers[0].diagnostics().gradients
 
     def gradient(self, copy: int, grad: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
-        """Return the call of the backend's own ``input_gradient`` that a backward of so many rows makes."""
-        ready: Any = self.layers[copy]._require_ready()  # noqa: SLF001  # autograd's own time is not the backend's
-        path = ready.plan.gradient_path(grad.shape[0])
-        return functools.partial(ready.plan.backend.input_gradient, ready.prepared, grad, out, path=path)
+        """Return the call of the backend's own ``input_gradient`` in a backward, without autograd's own time."""
+        handle, rows = LayerHandle(self.layers[copy]), grad.shape[0]
+        backend: Any = handle.backend
+        (path,) = (item.path.name for item in self.gradients if item.low <= rows <= (item.high or rows))
+        return functools.partial(backend.input_gradient, handle.prepared, grad, out, path=path)
 
     @property
     def weight_bytes(self) -> int:
@@ -126,24 +135,19 @@ class Made:
 
     @property
     def name(self) -> str:
-        """What results call it."""
+        """Name in results."""
         return f"{self.format} {self.precision}"
 
     def paths(self) -> list[q4.KernelPath]:
         """Return every path that the backend offers for the precision, also those that a better one covers."""
-        request = self._ready.selection.backend_request
-        return [path for path in self._ready.plan.backend.check(request).paths if request.allows(path.precision)]
-
-    @property
-    def _ready(self) -> Any:
-        return self.layers[0]._require_ready()  # noqa: SLF001  # one path against another is the point
+        offered = self.handle.backend.check(self.request).paths
+        return [path for path in offered if self.request.allows(path.precision)]
 
     @functools.cached_property
     def prepared(self) -> list[q4.Prepared]:
         """The copies once more, prepared for every path: a layer's own hold code for the paths that serve it alone."""
-        request = self._ready.selection.backend_request
-        context = q4.PrepareContext(request.device)
-        return [self._ready.plan.backend.prepare(self.weight, request, context) for _ in self.layers]
+        context = q4.PrepareContext(self.request.device)
+        return [self.handle.backend.prepare(self.weight, self.request, context) for _ in self.layers]
 
 
 def make(  # noqa: PLR0913  # what a layer is
@@ -158,9 +162,11 @@ def make(  # noqa: PLR0913  # what a layer is
     weight = q4.cat([pattern.to(place.device)] * problem.repeats)
     made = session(backend, place, precision, gradients=gradients)
     first = made.linear(weight)
+    asked = q4.Request.for_weight(weight, dtype=first.dtype)
+    request = q4.select(asked, made.config, registry=made.registry).backend_request
     copies = problem.copies(first.diagnostics().prepared_bytes, place.rotation_bytes)
     layers = [first, *(made.linear(weight) for _ in range(copies - 1))]
-    return Made(backend, name, precision, layers, weight, exact_value(pattern).to(place.device))
+    return Made(backend, name, precision, layers, weight, request, exact_value(pattern).to(place.device))
 
 
 def candidate(made: Made) -> Candidate:
@@ -211,19 +217,19 @@ def native_states(place: Place) -> dict[str, dict[str, Any]]:
             faults = [f"{record.name}: {'; '.join(record.errors)}" for record in registry().records() if record.errors]
             found[name] = {"here": False, "faults": faults}
             continue
-        told: dict[str, Any] = {}
+        verdicts: dict[str, Any] = {}
         for format_ in formats_of(backend):
             sample = weight_of(format_, torch.zeros(16, 256))
             request = q4.Request.for_weight(sample, device=place.device, dtype=DTYPE)
             try:
                 verdict = backend.check(request)
-            except Exception as error:  # noqa: BLE001  # the plugin boundary: told, as the core tells it
-                told[format_] = {"fault": f"check raised {type(error).__name__}: {error}"}
+            except Exception as error:  # noqa: BLE001  # the plugin boundary: recorded, as by the core
+                verdicts[format_] = {"fault": f"check raised {type(error).__name__}: {error}"}
                 continue
-            told[format_] = {
+            verdicts[format_] = {
                 "native_state": verdict.native_state,
                 "paths": [str(path) for path in verdict.paths],
                 "reasons": [str(reason) for reason in verdict.reasons],
             }
-        found[name] = {"here": True, "formats": told}
+        found[name] = {"here": True, "formats": verdicts}
     return found
