@@ -1,4 +1,4 @@
-"""Run every benchmark, or those named, with options last.
+"""Command that runs every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
 [waiting] [embeddings] [actors] [scaling] [microcircuit] [spikes] [snn] [transformers]``.

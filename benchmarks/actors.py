@@ -1,8 +1,7 @@
-"""Actors: how long a message and its answer take, and how much memory a shared weight costs each of ten processes.
+"""Actors: time of a round trip, and the memory that a shared weight costs each of ten processes.
 
-Round trips take turns within one process, beside the bare means of Python: a thread behind two ``queue.Queue``, and a
-process behind a ``multiprocessing.Pipe``. Ray's come after them,
-where it is installed. Bytes are from Linux's smaps.
+Round trips take turns within one process with the bare means of Python: a thread behind two ``queue.Queue``, and a
+process behind a ``multiprocessing.Pipe``. Ray's come after them, where it is installed. Bytes are from Linux's smaps.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Echo(Actor):
 
 
 class Holder(Actor):
-    """Takes up a shared weight, and computes with all of it."""
+    """Makes a layer of a shared weight, and computes with all of it."""
 
     def on_receive(self, message: tuple[SharedWeight, int]) -> float:
         """Compute once, and keep the layer."""
@@ -146,7 +145,7 @@ def shared_weight(copies: int) -> dict[str, Any]:
 
 
 def judge(result: dict[str, Any]) -> list[verdict.Verdict]:
-    """Return which targets are met: round trips, and the private memory of ten actors beside ten copies."""
+    """Return which targets are met: round trips, and the private memory of ten actors compared with ten copies."""
     found = [
         verdict.Verdict("round trip, µs", name, result["round_trips_us"][name]["median"], limit, is_most=True)
         for name, limit in TARGETS_US.items()

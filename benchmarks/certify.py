@@ -1,6 +1,6 @@
-"""How long ``q4 conform`` takes for one case by its id, the whole command: one case of each part, in turns.
+"""Seconds of ``q4 conform`` for one case by its id, as a whole command: one case of each part, in turns.
 
-``import torch`` is timed beside them in each round: it is most of what a command does before its case begins, and tells
+``import torch`` is timed with them in each round: it is most of what a command does before its case begins, and shows
 how fast the machine was.
 """
 
@@ -50,7 +50,7 @@ def _commands(*, is_quick: bool = False) -> dict[str, list[str]]:
 
 
 def _seconds(words: Sequence[str]) -> float:
-    """Return how long a command takes, which must come to a good end."""
+    """Return how long a command takes, which must end well."""
     started = time.perf_counter()
     done = subprocess.run(  # noqa: S603  # the commands above
         words, capture_output=True, text=True, check=False, timeout=300

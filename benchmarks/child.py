@@ -1,4 +1,4 @@
-"""Measurements that have a process of their own, and what such a process knows of its memory."""
+"""Measurements in processes of their own, and the memory of such a process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_child(module: str, *words: object, limit_s: float, python: str = sys.exe
         python: By which Python.
 
     Raises:
-        SystemExit: It failed; its last words are told.
+        SystemExit: It failed; the message has the end of its output.
     """
     command = [python, "-m", module, "--child", *map(str, words)]
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}  # as the command q4 sets it

@@ -1,4 +1,4 @@
-"""What four bits do to MiniLM's sentence embeddings: the cosine to the dense ones, beside other libraries."""
+"""Effect of four bits on MiniLM's sentence embeddings: cosines to the dense ones, compared with other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM2, whole: tokens per second of ``q4 generate`` and of llama.cpp on the same file, in turns."""
+"""SmolLM2 as a whole: tokens per second of ``q4 generate`` and of llama.cpp on the same file, in turns."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def _cosine(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
 def measure(rounds: int) -> dict[str, Any]:
     """Return tokens per second by threads and program; a llama.cpp that is not installed is said to be missing."""
     path = find_model("smollm2")
-    wishes = {DEFAULT: "auto", INT8: "int8", EXACT: "exact"}
+    precisions = {DEFAULT: "auto", INT8: "int8", EXACT: "exact"}
     models = {
-        name: LanguageModel.open(path, q4.SessionConfig(device="cpu", activation_precision=wish), cache="off")
-        for name, wish in wishes.items()
+        name: LanguageModel.open(path, q4.SessionConfig(device="cpu", activation_precision=precision), cache="off")
+        for name, precision in precisions.items()
     }
     prompt = models[DEFAULT].tokenizer.encode(_TEXT * PROMPT)[:PROMPT]
     runs = {name: _ours(model, prompt) for name, model in models.items()}
@@ -175,10 +175,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     )
     for threads, programs in result["threads"].items():
         for name, kinds in programs.items():
-            told = ", ".join(
+            rates = ", ".join(
                 f"{kind} {own['median']:.0f} ({own['p10']:.0f} … {own['p90']:.0f})" for kind, own in kinds.items()
             )
-            print(f"{threads} threads  {name:<24} {told} tokens/s")
+            print(f"{threads} threads  {name:<24} {rates} tokens/s")
     for name, peer in result["peers"].items():
         print(f"{name}: {peer['version'] if peer['installed'] else peer['why']}")
     for line in verdict.lines(judged):

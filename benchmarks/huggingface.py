@@ -1,10 +1,10 @@
-"""4-bit models inside transformers: load seconds, memory, prefill and decode, beside other libraries on the same files.
+"""4-bit models inside transformers: load seconds, memory, prefill and decode, compared with other libraries.
 
 SmolLM2 comes from its GGUF, dequantised, and is quantised by bitsandbytes (NF4, single level) and q4core (NVFP4 and
 INT4, in compressed-tensors' own layouts). The random model has hidden size 2048 and 16 layers; the one of experts has
 eight in each of 4 layers, and of it memory alone is measured. Each run is a process of its own; the ways take turns.
 Seconds of loading are beyond imports, with files in the page cache; memory is the peak of what no file backs.
-``Q4_CPU_ISA=avx2`` holds every library to AVX2, and names the result: so a machine without AVX-512 would run it.
+``Q4_CPU_ISA=avx2`` limits every library to AVX2, as on a machine without AVX-512, and names the result.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WAYS = {
 }
 """Way → folder, dtype, the library that loads it, and the folder of its cache of prepared layers, if it has one."""
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-"""What holds torch to AVX2."""
+"""Variables that limit torch to AVX2."""
 NOT_MEASURED = {"GPTQModel": "as its release 7.7.0 asks for torch 2.14.1 or newer, and this project has 2.13"}
 LIBRARIES = ("transformers", "bitsandbytes", "compressed-tensors")
 TARGETS = (
@@ -72,7 +72,7 @@ _FIELDS = ("load_seconds", "ready_seconds", "peak_bytes", "prefill", "decode")
 
 
 def _run(folder: str, dtype: str, library: str, cache: str = "") -> dict[str, Any]:
-    """Load a model in this process, and let it read a prompt and say some tokens."""
+    """Load a model in this process, and time a prompt and some tokens."""
     auto = _warm(folder)
     options = {"dtype": getattr(torch, dtype)}
     if library:
@@ -85,25 +85,25 @@ def _run(folder: str, dtype: str, library: str, cache: str = "") -> dict[str, An
     with _Peak() as peak:
         started = time.perf_counter()
         model = auto.from_pretrained(folder, **options)
-        told: dict[str, Any] = {"load_seconds": time.perf_counter() - started}
+        result: dict[str, Any] = {"load_seconds": time.perf_counter() - started}
         if cache:
-            told["cache"] = model.hf_quantizer.cache_state
+            result["cache"] = model.hf_quantizer.cache_state
         tokens = torch.randint(3, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
             model(tokens[:, :2])  # some libraries make their weights at the first call
-        told["ready_seconds"] = time.perf_counter() - started
-    told["peak_bytes"] = peak.bytes
+        result["ready_seconds"] = time.perf_counter() - started
+    result["peak_bytes"] = peak.bytes
     with torch.inference_mode():
         started = time.perf_counter()
         found = model(tokens, use_cache=True)
-        told["prefill"] = PROMPT / (time.perf_counter() - started)
+        result["prefill"] = PROMPT / (time.perf_counter() - started)
         model(tokens[:, -1:], past_key_values=found.past_key_values)  # what the first step alone costs
         started, steps, seconds = time.perf_counter(), 0, 0.0
         while steps < LEAST_STEPS or (steps < STEPS and seconds < DECODE_S):
             model(tokens[:, -1:], past_key_values=found.past_key_values)
             steps, seconds = steps + 1, time.perf_counter() - started
-        told["decode"] = steps / seconds
-    return told
+        result["decode"] = steps / seconds
+    return result
 
 
 def _write_experts(folder: Path, sizes: dict[str, int]) -> None:
@@ -180,7 +180,7 @@ _child = functools.partial(run_child, "benchmarks.huggingface", limit_s=LIMIT_S)
 
 
 def _warm(folder: str) -> Any:
-    """Load the small model beside a folder, as much is imported with a process's first one; return the class."""
+    """Load the small model next to a folder, as a process's first one imports much; return the class."""
     library = importlib.import_module("transformers")
     library.logging.disable_progress_bar()
     library.AutoModelForCausalLM.from_pretrained(Path(folder).parent / "first")
@@ -223,9 +223,9 @@ def _write(folder: Path, sizes: dict[str, int] | None) -> None:
 
 
 def _write_int4(model: Any, folder: Path) -> None:
-    """Write a model in symmetric INT4: of packed zero points, transformers' loader makes an error of shape."""
+    """Write a model in symmetric INT4: transformers' loader fails on packed zero points with an error of shape."""
     state = model.state_dict()
-    state["lm_head.weight"] = state["lm_head.weight"].clone()  # what is there is told to be dense, tied or not
+    state["lm_head.weight"] = state["lm_head.weight"].clone()  # what is there is listed as dense, tied or not
     weights = {
         name: q4.quantize(state.pop(f"{name}.weight"), "int4", block_size=GROUP, name=name, symmetric=True)
         for name, module in model.named_modules()
@@ -263,8 +263,8 @@ def measure_experts(sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
             "a checkpoint in NF4": _child("experts", folder / "nf4", ""),
             "quantised to NF4 while loading": _child("experts", folder / "dense", "nf4"),
         }
-    for way, told in found.items():
-        print(f"experts, {way}: {told}", flush=True)
+    for way, facts in found.items():
+        print(f"experts, {way}: {facts}", flush=True)
     return found
 
 
@@ -278,9 +278,9 @@ def judge(result: dict[str, Any]) -> list[verdict.Verdict]:
             ratio = ways[own][figure]["median"] / ways[other][figure]["median"]
             is_most = figure == "load_seconds"
             found.append(verdict.Verdict(target, model, ratio, limit, is_most=is_most, against=other))
-    for way, told in result["experts"].items():
-        limit = told["model_bytes"] + 2 * told["expert_bytes"]
-        ratio = told["peak_bytes"] / limit
+    for way, facts in result["experts"].items():
+        limit = facts["model_bytes"] + 2 * facts["expert_bytes"]
+        ratio = facts["peak_bytes"] / limit
         found.append(verdict.Verdict(_MEMORY, way, ratio, 1.0, is_most=True, against=f"{limit / 1e6:.0f} MB"))
     return found
 

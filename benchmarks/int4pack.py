@@ -1,4 +1,4 @@
-"""The operands of torch's int4 product on the CPU, for whoever measures or judges it."""
+"""The operands of torch's int4 product on the CPU, for benchmarks and tests."""
 
 from __future__ import annotations
 

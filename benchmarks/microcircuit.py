@@ -1,7 +1,8 @@
-"""The cortical microcircuit beside NEST at equal scale: rates, irregularity, synaptic events/s and bytes per synapse.
+"""The cortical microcircuit compared with NEST: rates, irregularity, synaptic events/s and bytes per synapse.
 
 Both get the same parameters, and networks and inputs of their own seeds; several seeds show how far runs of one program
-lie apart. NEST runs in the Python that ``--nest`` names (pip install nest-simulator); without it, the project's alone.
+lie apart. NEST runs in the Python that ``--nest`` names (pip install nest-simulator); without it, only q4-snn is
+measured.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def _run_nest(python: str, facts: dict[str, Any]) -> tuple[torch.Tensor, dict[st
         given.write_text(json.dumps(facts), encoding="utf-8")
         command = [python, str(script), str(given), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603  # no input
-        told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return torch.from_numpy(np.load(out)), told
+        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return torch.from_numpy(np.load(out)), result
 
 
 def main(options: Sequence[str] = ()) -> None:
@@ -82,7 +83,7 @@ def main(options: Sequence[str] = ()) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for seed, (name, told) in itertools.product(range(1, asked.seeds + 1), runs.items()):
+        for seed, (name, results) in itertools.product(range(1, asked.seeds + 1), runs.items()):
             if name == "q4":
                 spikes, result = _run_q4(circuit, model, asked.seconds, seed)
             else:
@@ -91,7 +92,7 @@ def main(options: Sequence[str] = ()) -> None:
             result |= {"seed": seed, "rates": [round(item[0], 4) for item in found]}
             result |= {"cv": [round(item[1], 4) for item in found]}
             result["events_per_s"] = float(fan_out[spikes[:, 1]].sum()) / result["seconds"]
-            told.append(result)
+            results.append(result)
             print(
                 name, f"seed {seed}: {result['events_per_s']:.3g} events/s", result["rates"], result["cv"], flush=True
             )

@@ -57,13 +57,13 @@ def build(facts: dict[str, Any]) -> tuple[list[Any], Any, dict[str, float]]:
 
 
 def main() -> None:
-    """Build, run, write the spikes and tell times and bytes."""
+    """Build, run, write the spikes and print times and bytes."""
     facts = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    populations, recorder, told = build(facts)
+    populations, recorder, costs = build(facts)
     start = time.perf_counter()
     nest.Simulate(facts["seconds"] * 1e3)
     took = time.perf_counter() - start
-    held = resident_bytes() - told["before"]
+    held = resident_bytes() - costs["before"]
     first = np.cumsum([0, *facts["sizes"]])
     ids = np.concatenate([np.asarray(item.tolist()) for item in populations])
     place = np.full(ids.max() + 1, -1)
@@ -73,7 +73,7 @@ def main() -> None:
     np.save(sys.argv[2], np.stack([steps, place[events["senders"]]], 1))
     synapses = sum(map(sum, facts["counts"]))
     print(json.dumps({
-        "version": nest.__version__, "seconds": took, "build_s": told["build_s"], "bytes_per_synapse": held / synapses,
+        "version": nest.__version__, "seconds": took, "build_s": costs["build_s"], "bytes_per_synapse": held / synapses,
     }))  # fmt: skip
 
 

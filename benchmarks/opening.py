@@ -1,4 +1,4 @@
-"""How long a model takes to open, and how much memory of its own: the first time, from the cache, and in llama.cpp.
+"""Time and memory of opening a model: the first time, from the cache, and in llama.cpp.
 
 Each opening is a process of its own, measured beyond its imports: seconds, seconds of CPU, and anonymous memory (which
 no file backs); then seconds and memory up to the first token, which builds the vocabulary and the program. The ways
@@ -55,20 +55,20 @@ def _mapped() -> dict[str, int]:
 
 
 def _open_here(path: str, cache: str) -> dict[str, Any]:
-    """Open a model in this process, and let it say one token."""
+    """Open a model in this process, and generate one token."""
     q4.default_registry().items("q4_architectures")  # plugins are imports
     q4.default_registry().backends()
     before, started, cpu = anonymous_bytes(), time.perf_counter(), time.process_time()
     with LanguageModel.open(path, cache=cache) as model:
-        told: dict[str, Any] = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
-        told |= {
+        result: dict[str, Any] = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+        result |= {
             "anonymous_bytes": anonymous_bytes() - before,
             "state": "off" if model.cached is None else model.cached.state,
         }
         for _ in Generation(model.decoder, model.tokenizer.encode("the capital"), max_tokens=1):
-            told["first_token_seconds"] = time.perf_counter() - started
-            told["first_token_anonymous_bytes"] = anonymous_bytes() - before
-        return told
+            result["first_token_seconds"] = time.perf_counter() - started
+            result["first_token_anonymous_bytes"] = anonymous_bytes() - before
+        return result
 
 
 def _open_llama(path: str) -> dict[str, Any]:
@@ -77,12 +77,12 @@ def _open_llama(path: str) -> dict[str, Any]:
     before, started, cpu = anonymous_bytes(), time.perf_counter(), time.process_time()
     if not library.llama_model_load_from_file(path.encode(), library.llama_model_default_params()):
         raise SystemExit("llama.cpp could not open the file")
-    told = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
-    return {**told, "anonymous_bytes": anonymous_bytes() - before}
+    result = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+    return {**result, "anonymous_bytes": anonymous_bytes() - before}
 
 
 def _open_shared(path: str, cache: str, count: int) -> dict[str, Any]:
-    """Let processes open a cached model and read all of it, and return what each has mapped while all of them live."""
+    """Open a cached model in several processes, read all of it, and return what each has mapped while all live."""
     torch.set_num_threads(1)  # a process that has started threads can't be forked
     ready, go, end, back = os.pipe(), os.pipe(), os.pipe(), os.pipe()
     for _ in range(count):
@@ -172,24 +172,24 @@ def measure(rounds: int, large: dict[str, int]) -> dict[str, Any]:
         ways.append("llama.cpp")
     result: dict[str, Any] = {"file": path.name, "file_bytes": path.stat().st_size, "peers": {"llama.cpp": peer}}
     with tempfile.TemporaryDirectory() as folder:
-        kept, big = Path(folder, "kept"), _write_large(Path(folder, "large.gguf"), large)
-        _child("open", path, kept)
-        _child("open", big, kept)
+        cache, big = Path(folder, "cache"), _write_large(Path(folder, "large.gguf"), large)
+        _child("open", path, cache)
+        _child("open", big, cache)
         found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         cached_large = []
         for number in range(rounds):
             for way in ways:
-                caches = {"without a cache": "off", "first": Path(folder, str(number)), "cached": kept}
+                caches = {"without a cache": "off", "first": Path(folder, str(number)), "cached": cache}
                 found[way].append(_child("llama", path) if way == "llama.cpp" else _child("open", path, caches[way]))
-            cached_large.append(_child("open", big, kept))
+            cached_large.append(_child("open", big, cache))
         for item in (*found["cached"], *cached_large):
             if item["state"] != "opened":
                 raise SystemExit(f"the cached model was not opened from the cache: {item['state']}")
-        prepared = max(kept.iterdir(), key=lambda file: file.stat().st_size).stat().st_size
+        prepared = max(cache.iterdir(), key=lambda file: file.stat().st_size).stat().st_size
         result |= {
             "ways": {way: _summaries(items) for way, items in found.items()},
             "large": {"file_bytes": big.stat().st_size, "prepared_bytes": prepared, "cached": _summaries(cached_large)},
-            "shared": _child("share", path, kept, PROCESSES),
+            "shared": _child("share", path, cache, PROCESSES),
         }
     return result
 
@@ -219,10 +219,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     if options.child:
         kind, path, *rest = options.child
         if kind == "llama":
-            told = _open_llama(path)
+            result = _open_llama(path)
         else:
-            told = _open_here(path, rest[0]) if kind == "open" else _open_shared(path, rest[0], int(rest[1]))
-        print(json.dumps(told))
+            result = _open_here(path, rest[0]) if kind == "open" else _open_shared(path, rest[0], int(rest[1]))
+        print(json.dumps(result))
         return
     result = measure(1 if options.quick else 9, _SMALL if options.quick else _LARGE)
     judged = judge(result)

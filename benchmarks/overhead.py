@@ -1,4 +1,4 @@
-"""What a call costs beyond the backend's own: ``Q4Linear.forward``, the registered op, and a warm selection.
+"""Overhead of a call over the backend's own: ``Q4Linear.forward``, the registered op, and a warm selection.
 
 The backend here does nothing, so that all that is measured is ours. Medians of interleaved samples, less the median of
 the bare backend call in the same run.
@@ -103,7 +103,7 @@ def measure(*, is_quick: bool = False) -> dict[str, list[float]]:
 
 
 def draw(result: dict[str, Any], path: Path) -> Path:
-    """Draw what was measured beside what was aimed at."""
+    """Draw measured overheads and their targets."""
     over = result["over_the_backend"]
     names = list(CALL_TARGETS_US)
     figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""What rounded activations cost: SmolLM2's next tokens over a text, compared with the reference's."""
+"""Precision with rounded activations: SmolLM2's next tokens over a text, compared with the reference's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 TEXTS = Path(__file__).parents[1] / "LICENSE", Path(__file__).parent / "sentences.txt"
-"""English prose that every clone has and nobody edits."""
+"""English prose that every clone has and that is not edited."""
 WINDOW = 512
 PRECISIONS = {
     "q4core, exact": "exact",
@@ -73,11 +73,11 @@ def measure(characters: int) -> dict[str, Any]:
     tokens = model.tokenizer.encode(text[:characters])
     sums = {name: {"divergence": 0.0, "equal": 0} for name in programs}
     for window in _windows(tokens):
-        told = base(window).log_softmax(-1)
+        reference_logs = base(window).log_softmax(-1)
         for name, logits in programs.items():
             own = logits(window).log_softmax(-1)
-            sums[name]["divergence"] += float((told.exp() * (told - own)).sum())
-            sums[name]["equal"] += int((told.argmax(-1) == own.argmax(-1)).sum())
+            sums[name]["divergence"] += float((reference_logs.exp() * (reference_logs - own)).sum())
+            sums[name]["equal"] += int((reference_logs.argmax(-1) == own.argmax(-1)).sum())
     count = len(tokens)
     return {
         "file": path.name,

@@ -44,7 +44,7 @@ class Problem:
 
     @property
     def repeats(self) -> int:
-        """How often the pattern stands in the weight."""
+        """How often the pattern repeats in the weight."""
         return self.out_features // self.pattern.shape[0]
 
     def tiled(self, pattern: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What every result carries: commit, machine, versions, raw samples; and the statistics made from them."""
+"""Records of results: commit, machine, versions, raw samples, and their statistics."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def _git(*words: str) -> str:
 def _commit() -> str:
     """Return which commit this is, ``-dirty`` where source differs from it.
 
-    ``Q4_BENCH_COMMIT`` says it where there is no repository.
+    ``Q4_BENCH_COMMIT`` names it where there is no repository.
     """
-    told = os.environ.get("Q4_BENCH_COMMIT")
-    if told:
-        return told
+    named = os.environ.get("Q4_BENCH_COMMIT")
+    if named:
+        return named
     name = _git("describe", "--always")
     if not name:
         return "unknown"
@@ -122,7 +122,7 @@ def interleaved_us(
 def write(name: str, result: Mapping[str, Any], *, folder: Path = RESULTS) -> Path:
     """Write one result as JSON, a list of numbers to a line, and return where it is.
 
-    What uncommitted source gave is no result, because nobody could measure it again: it goes to ``BUILD``.
+    Numbers of uncommitted source can't be measured again, so they are no result: they go to ``BUILD``.
     """
     facts = {"environment": environment(), **result}
     commit = facts["environment"]["commit"]

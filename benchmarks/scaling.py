@@ -1,4 +1,4 @@
-"""Networks of actors over more actors and nodes: steps and spikes per second, and how many bytes a step moves.
+"""Scaling of networks over actors and nodes: steps and spikes per second, and bytes that a step moves.
 
 Strong scaling gives one network to more actors; weak scaling gives each actor a population of its own. Every run must
 leave the bits of the network in one process. Threads and processes take turns; Ray's nodes are raylets on this machine.
@@ -35,7 +35,7 @@ RATE, BETA = 0.05, 0.9
 COPIES = {"threads": 1, "processes": 1, "ray": 3}
 """How often an update copies its state: the writer's copy; on Ray also into the store, and by the hub."""
 SMALL, LARGE = 1 << 8, 1 << 20
-"""Numbers of float32 whose updates tell what a message costs, and what a byte."""
+"""Numbers of float32 whose updates show the cost of a message, and that of a byte."""
 NODES, NEURONS, SOURCES, LINK_BYTES_PER_S = 1000, 10_000, 10, 1.25e9
 """The model's: nodes with a population each, its neurons, how many others each reads; and a link of 10 Gbit/s."""
 
@@ -56,7 +56,7 @@ class Passer(Actor):
     def __init__(self, own: MutableTensor, source: MutableTensor) -> None:
         self.own, self.source = own, source
 
-    def on_receive(self, message: Any) -> None:  # noqa: ARG002  # whatever it is
+    def on_receive(self, message: Any) -> None:  # noqa: ARG002  # of any kind
         """Do it once."""
         with self.source.read() as seen:
             self.own.replace(seen.tensor, wait=True)
@@ -78,7 +78,7 @@ def ring(populations: int, neurons: int, session: q4.Session) -> Network:
 
 def moved(network: Network, crew: ActorNetwork, runtime: str, actors: int) -> dict[str, int]:
     """Return the bytes that a step of one sample writes, copies, reads and sends; and those of its spikes as bits."""
-    tensors = crew._tensors  # noqa: SLF001  # nothing else tells
+    tensors = crew._tensors  # noqa: SLF001  # no public name has them
     sizes = {name: tensor.shape.numel() * tensor.dtype.itemsize for name, tensor in tensors.items()}
     for name, counts in ((name, tensor.stats()) for name, tensor in tensors.items() if runtime == "threads"):
         assert counts.bytes_copied == counts.writes * sizes[name]

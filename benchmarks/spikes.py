@@ -1,6 +1,6 @@
 """Products with spikes: cpu-native's sparse and dense ones in NF4, and the float32 ``nn.Linear`` of torch-based peers.
 
-snnTorch, Norse and SpikingJelly multiply spikes by ``nn.Linear``, whatever their rate; that is what is timed for them.
+snnTorch, Norse and SpikingJelly multiply spikes by ``nn.Linear``, at every rate; that is what is timed for them.
 A synaptic event is one spike that reaches one out-feature. One thread; all ways take turns in one process.
 """
 
@@ -33,7 +33,7 @@ def _measure(layer: q4.Q4Linear, peer: torch.nn.Linear, rows: int, rate: float, 
     sparse_calls = product.record.sparse
     x = (torch.rand((rows, size), generator=random) < rate).float()
     ones = x.bool()
-    handle = LayerHandle(layer)  # the sparse product itself, whatever the rate
+    handle = LayerHandle(layer)  # the sparse product itself, at every rate
     backend: Any = handle.backend
     out = torch.empty(rows, size)
 
@@ -72,10 +72,10 @@ def main(options: Sequence[str] = ()) -> None:
                 for rate in RATES:
                     cases.append(_measure(layer, peer, rows, rate, 3 if asked.quick else ROUNDS))
                     case = cases[-1]
-                    told = " ".join(f"{name} {case[f'{name}_us']:.0f}" for name in ("sparse", "dense", "float32"))
+                    times = " ".join(f"{name} {case[f'{name}_us']:.0f}" for name in ("sparse", "dense", "float32"))
                     ratio = f"{case['dense_over_sparse']:.2f}, {case['float32_over_product']:.1f}"
                     print(
-                        f"{size} × {size}, {rows:2} rows, {rate:.2f}: {told} µs; {ratio} × ({case['ran']})", flush=True
+                        f"{size} × {size}, {rows:2} rows, {rate:.2f}: {times} µs; {ratio} × ({case['ran']})", flush=True
                     )
     finally:
         torch.set_num_threads(threads)

@@ -1,8 +1,8 @@
-"""Spiking networks with 4-bit synapses beside other simulators: speed, spikes, and memory per synapse.
+"""Spiking networks with 4-bit synapses compared with other simulators: speed, spikes, and memory per synapse.
 
-A layer of 2,048 × 2,048 synapses, over how often inputs fire, beside the torch-based libraries in turns within one
-process, and then in Brian2 and NEST. And a recurrent circuit with a tenth of its synapses, in which q4-snn's sparse
-ones stand beside Brian2's and NEST's. All get the same weights, inputs and neurons, on one thread and for one sample. A
+A layer of 2,048 × 2,048 synapses, at several input rates, in turns with the torch-based libraries within one process,
+and then in Brian2 and NEST. And a recurrent circuit with a tenth of its synapses, in which q4-snn's sparse ones are
+compared with Brian2's and NEST's. All get the same weights, inputs and neurons, on one thread and for one sample. A
 simulator whose spikes are others is not timed. Memory is what synapses add to a process of their own.
 """
 
@@ -44,7 +44,7 @@ LIMIT_S = 600.0
 
 
 def _reason(error: BaseException) -> str:
-    """Return the last words of a program that failed."""
+    """Return the last line of an error."""
     return str(error).strip().splitlines()[-1]
 
 
@@ -101,7 +101,7 @@ def _layer(size: int, steps: int, rounds: int, missing: dict[str, str]) -> tuple
         for name, us in samples.items():
             found = _speed([item / 1e6 for item in us], steps, float(wanted.sum()), float(x.sum()) * size)
             rows.append({"rate": rate, "who": name, "differing_share": differ[name], **found})
-            _tell(f"{rate:5.0%}", name, found)
+            _print_speed(f"{rate:5.0%}", name, found)
             if name != OURS:
                 lead = statistics.median(their / own for their, own in zip(us, samples[OURS], strict=True))
                 verdicts.append(verdict.Verdict(_target(name), f"{rate:.0%} of inputs", lead, TARGET, against=name))
@@ -113,19 +113,19 @@ def _layer(size: int, steps: int, rounds: int, missing: dict[str, str]) -> tuple
     return {"versions": versions, "rows": rows, "bytes_per_synapse": memory}, verdicts
 
 
-def _tell(where: str, name: str, found: Mapping[str, Any]) -> None:
+def _print_speed(where: str, name: str, found: Mapping[str, Any]) -> None:
     speeds = f"{found['steps_per_s']:9,.0f} steps/s {found['spikes_per_s']:11,.0f} spikes/s"
     print(f"{where:>13} {name:38} {speeds} {found['synaptic_events_per_s']:15,.0f} events/s", flush=True)
 
 
 def _elsewhere(module: str, problem: Mapping[str, Any], python: str) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
-    """Run a problem in a process of its own; return spikes [n, 2], sorted, and what it tells."""
+    """Run a problem in a process of its own; return spikes [n, 2], sorted, and the facts that it prints."""
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder, "problem.npz"), Path(folder, "spikes.npy")
         np.savez(given, **problem)
-        told = run_child(module, given, out, limit_s=LIMIT_S, python=python)
+        facts = run_child(module, given, out, limit_s=LIMIT_S, python=python)
         spikes = np.load(out)
-    return spikes[np.lexsort((spikes[:, 1], spikes[:, 0]))], told
+    return spikes[np.lexsort((spikes[:, 1], spikes[:, 0]))], facts
 
 
 def _layer_elsewhere(size: int, steps: int, rounds: int, python: str, missing: dict[str, str]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _layer_elsewhere(size: int, steps: int, rounds: int, python: str, missing: d
     versions: dict[str, str] = {}
     for name, module in OTHERS.items():
         try:
-            spikes, told = _elsewhere(module, problem, python)
+            spikes, facts = _elsewhere(module, problem, python)
         except (OSError, SystemExit, subprocess.TimeoutExpired) as error:
             missing[name] = _reason(error)
             continue
@@ -152,14 +152,17 @@ def _layer_elsewhere(size: int, steps: int, rounds: int, python: str, missing: d
         if differ > SAME_SHARE:
             missing[name] = f"other spikes at {differ:.2%} of places"
             continue
-        versions[name], memory[name] = f"{told['version']} {told.get('code', '')}".strip(), told["held_bytes"] / size**2
+        versions[name], memory[name] = (
+            f"{facts['version']} {facts.get('code', '')}".strip(),
+            facts["held_bytes"] / size**2,
+        )
         for index, rate in enumerate(RATES):
             block = slice(index * rounds * steps, (index + 1) * rounds * steps)
             events = float(inputs[block].sum()) * size / rounds
-            taken = told["block_s"][index * rounds : (index + 1) * rounds]
+            taken = facts["block_s"][index * rounds : (index + 1) * rounds]
             row = _speed(taken, steps, float(wanted[block].sum()) / rounds, events)
             rows.append({"rate": rate, "who": name, "differing_share": differ, **row})
-            _tell(f"{rate:5.0%}", name, row)
+            _print_speed(f"{rate:5.0%}", name, row)
     return {"versions": versions, "rows": rows, "bytes_per_synapse": memory}
 
 
@@ -172,7 +175,7 @@ def _circuit(neurons: int, blocks: Sequence[int], python: str, missing: dict[str
     first: np.ndarray[Any, Any] | None = None
     for name, module in {OURS: "benchmarks.spiking_circuit", **OTHERS}.items():
         try:
-            spikes, told = _elsewhere(module, problem, sys.executable if name == OURS else python)
+            spikes, facts = _elsewhere(module, problem, sys.executable if name == OURS else python)
         except (OSError, SystemExit, subprocess.TimeoutExpired) as error:
             if name == OURS:
                 raise
@@ -186,15 +189,15 @@ def _circuit(neurons: int, blocks: Sequence[int], python: str, missing: dict[str
         common = min(len(first), len(spikes))
         differ = (first[:common] != spikes[:common]).any(1).nonzero()[0]
         counts = np.histogram(spikes[:, 0], bins=np.cumsum([0, *blocks]))[0]
-        taken, events = told["block_s"], float(fan_out[spikes[:, 1]].sum())
+        taken, events = facts["block_s"], float(fan_out[spikes[:, 1]].sum())
         row = {"rate_hz": len(spikes) / neurons / seconds, "spikes_per_block": counts.tolist()}
         row["same_until_step"] = int(first[differ[0], 0]) if len(differ) else steps
         row["us_per_step"] = record.summary([item / count * 1e6 for item, count in zip(taken, blocks, strict=True)])
         row |= {"steps_per_s": steps / sum(taken), "spikes_per_s": len(spikes) / sum(taken)}
         row |= {"synaptic_events_per_s": events / sum(taken), "seconds_per_model_second": sum(taken) / seconds}
-        row["bytes_per_synapse"] = told["held_bytes"] / synapses
+        row["bytes_per_synapse"] = facts["held_bytes"] / synapses
         found[name] = row
-        _tell(f"{neurons} neurons", name, row)
+        _print_speed(f"{neurons} neurons", name, row)
         print(
             f"{'':13} {row['seconds_per_model_second']:.1f} × real time, {row['bytes_per_synapse']:.1f} bytes/synapse"
         )
@@ -218,7 +221,7 @@ def main(options: Sequence[str] = ()) -> None:
             layer, verdicts = _layer(size, steps, rounds, missing)
             for name, part in _layer_elsewhere(size, steps, others, asked.simulators, missing).items():
                 layer[name] = layer[name] + part if isinstance(part, list) else layer[name] | part
-            told = [_circuit(*item, asked.simulators, missing) for item in circuits.items()]
+            measured = [_circuit(*item, asked.simulators, missing) for item in circuits.items()]
     finally:
         torch.set_num_threads(threads)
     for name, held in layer["bytes_per_synapse"].items():
@@ -227,7 +230,7 @@ def main(options: Sequence[str] = ()) -> None:
         print(f"not measured: {name}: {why}")
     print(*verdict.lines(verdicts), sep="\n")
     result: dict[str, Any] = {"threads": 1, "batch": 1, "size": size, "steps": steps, "missing": missing}
-    result |= {"verdicts": [item.to_json() for item in verdicts], "layer": layer, "circuits": told}
+    result |= {"verdicts": [item.to_json() for item in verdicts], "layer": layer, "circuits": measured}
     path = record.write("snn", result, folder=record.BUILD if asked.quick else record.RESULTS)
     picture = spiking_picture.draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))
     print(f"written: {path}, {picture}")

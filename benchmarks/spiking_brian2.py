@@ -25,7 +25,7 @@ STEP = 0.1 * brian.ms
 
 
 def build(given: Mapping[str, Any]) -> tuple[Any, Any, list[float], int, int]:
-    """Return a network and what to ask it.
+    """Return a network and the parts to read results from.
 
     Returns:
         Network, monitor, the list that gets the time at which each step starts, how many steps cells lag behind inputs,
@@ -56,7 +56,7 @@ def build(given: Mapping[str, Any]) -> tuple[Any, Any, list[float], int, int]:
 
 
 def main() -> None:
-    """Build, run, write the spikes and tell times and bytes."""
+    """Build, run, write the spikes and print times and bytes."""
     brian.defaultclock.dt = STEP
     with np.load(sys.argv[2]) as file:
         is_layer = "inputs" in file
@@ -78,8 +78,8 @@ def main() -> None:
     steps = np.rint(monitor.t / STEP).astype(np.int64) - lag
     found = np.stack([steps, np.asarray(monitor.i, np.int64)], 1)
     np.save(sys.argv[3], found[steps < blocks.sum()])
-    told = {"version": brian.__version__, "code": auto_target().class_name}
-    print(json.dumps(told | {"held_bytes": held, "block_s": taken.tolist()}))
+    facts = {"version": brian.__version__, "code": auto_target().class_name}
+    print(json.dumps(facts | {"held_bytes": held, "block_s": taken.tolist()}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A recurrent circuit of the microcircuit's kind, with sparse synapses: as q4-snn runs it, and as arrays for others.
+"""A recurrent circuit of the microcircuit's kind, with sparse synapses: in q4-snn, and as arrays for others.
 
 Four fifths of the neurons excite and one fifth inhibits; a tenth of all pairs is joined, with normal weights and with
 delays of each synapse's own. A constant current of its own drives each neuron, and the network makes it irregular. A
@@ -44,7 +44,7 @@ def join(neurons: int) -> SparseProjection:
 
 
 def problem(neurons: int, blocks: Sequence[int]) -> dict[str, Any]:
-    """Return a circuit as arrays: what every simulator gets of it.
+    """Return a circuit as arrays, the input of every simulator.
 
     Args:
         neurons: How many.
@@ -79,7 +79,7 @@ def _run(
 
 
 def main() -> None:
-    """Run q4-snn's circuit, write its spikes and tell times and bytes."""
+    """Run q4-snn's circuit, write its spikes and print times and bytes."""
     torch.set_num_threads(1)
     with np.load(sys.argv[2]) as file:
         neurons, blocks = int(file["neurons"]), file["blocks"].tolist()
@@ -92,8 +92,7 @@ def main() -> None:
         spikes, taken = _run(synapses, drive, start, blocks)
         held = settled_bytes() - before
     np.save(sys.argv[3], spikes.numpy())
-    told = {"held_bytes": held, "kept_bytes_per_synapse": synapses.bytes_per_synapse, "block_s": taken}
-    print(json.dumps(told))
+    print(json.dumps({"held_bytes": held, "block_s": taken}))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def build(given: Mapping[str, Any]) -> tuple[Any, Any, int, int]:
 
 
 def main() -> None:
-    """Build, run, write the spikes and tell times and bytes."""
+    """Build, run, write the spikes and print times and bytes."""
     nest.verbosity = nest.VerbosityLevel.ERROR
     with np.load(sys.argv[2]) as file:  # reads each array when it is asked for
         blocks = file["blocks"].tolist()

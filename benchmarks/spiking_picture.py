@@ -1,4 +1,4 @@
-"""The picture of ``snn.json``: events per second of the layer and of the circuits, and bytes per synapse."""
+"""Picture of ``snn.json``: events per second of the layer and of the circuits, and bytes per synapse."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def _bars(axes: Axes, groups: Mapping[str, Mapping[str, float]], title: str, lab
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Draw a result, with what stands in ``environment``, into a PNG, and return where it is."""
+    """Draw a result, with the facts of its ``environment``, into a PNG, and return where it is."""
     figure, (speed, circuits, memory) = plt.subplots(
         1, 3, figsize=(13, 4.6), layout="constrained", width_ratios=[2.2, 1, 1.4]
     )
-    layer, told = result["layer"], result["circuits"]
+    layer, measured = result["layer"], result["circuits"]
     events: dict[str, dict[str, float]] = {}
     for row in layer["rows"]:
         events.setdefault(f"{row['rate']:.0%} of inputs", {})[row["who"]] = row["synaptic_events_per_s"]
     _bars(speed, events, f"Layer of {result['size']} × {result['size']} synapses", "synaptic events/s")
-    runs = {f"{item['neurons']} neurons": item["runs"] for item in told}
+    runs = {f"{item['neurons']} neurons": item["runs"] for item in measured}
     events = {at: {who: run["synaptic_events_per_s"] for who, run in found.items()} for at, found in runs.items()}
     _bars(circuits, events, "Recurrent circuit", "synaptic events/s")
     held = {at: {who: run["bytes_per_synapse"] for who, run in found.items()} for at, found in runs.items()}

@@ -1,10 +1,10 @@
 """A layer of spiking neurons in q4-snn and in the torch-based libraries: the same synapses, neurons and numbers.
 
 Each maker takes weights [N, N] and returns the run of a layer from rest: input spikes [T, 1, N] to spikes [T, 1, N],
-float32. Synapses are the weights rounded to NF4, kept in four bits by q4-snn and in float32 by the others. A neuron
+float32. Synapses are the weights rounded to NF4, stored in four bits by q4-snn and in float32 by the others. A neuron
 that passes 1 goes to 0; ``BETA`` of a membrane is left after a step.
 
-``python -m benchmarks.spiking_torch --child NAME SIZE`` tells what a layer adds to its process, in bytes.
+``python -m benchmarks.spiking_torch --child NAME SIZE`` prints what a layer adds to its process, in bytes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ SIMULATORS: dict[str, tuple[str, Callable[[torch.Tensor], Run]]] = {
 
 
 def main() -> None:
-    """Make a layer, run it, and tell what it added to this process."""
+    """Make a layer, run it, and print what it added to this process."""
     name, size = sys.argv[2], int(sys.argv[3])
     make = SIMULATORS[name][1]
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""How every picture looks, whatever it shows."""
+"""Common style of the pictures."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def caption(result: Mapping[str, Any], *more: str) -> str:
 
 
 def tidy(axes: Axes) -> None:
-    """Leave the lines that carry something."""
+    """Remove the frame lines without a scale."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a picture, and let the figure go."""
+    """Write a picture, and close the figure."""
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path

@@ -1,4 +1,4 @@
-"""One kernel call on two threads: what shares work, beside torch's own threads and beside another process.
+"""One kernel call on two threads by ways to share work, next to torch's own threads and next to another process.
 
 The kernels are built once for each way to share, and called through their C ABI, in turns, in one process. A sample is
 a block of calls; blocks during which other processes used the machine are repeated.
@@ -112,7 +112,7 @@ class _Layer:
         source = _Source(
             codes.data_ptr(), columns // 2, columns // 2, 1, columns // 2, 0, 0, scale.data_ptr(), columns // 8, 4
         )
-        self.kept, self.calls = [x, y], []
+        self.tensors, self.calls = [x, y], []
         for _ in range(max(2, CACHE_BYTES // size)):
             tiles = torch.empty(size, dtype=torch.uint8)
             assert (
@@ -121,7 +121,7 @@ class _Layer:
                 )
                 == 0
             )
-            self.kept.append(tiles)
+            self.tensors.append(tiles)
             self.calls.append(
                 _Call(tiles.data_ptr(), None, 0, 0, x.data_ptr(), 1, columns, 0, y.data_ptr(), rows, 0, None, 1, 1)
             )
@@ -132,9 +132,9 @@ class _Layer:
     def check(self, library: Any, isa: int) -> None:
         """Stop where the numbers are wrong."""
         for call in self.calls:
-            self.kept[1].fill_(torch.nan)
+            self.tensors[1].fill_(torch.nan)
             assert library.q4_cpu_linear(ctypes.byref(self.matrix), ctypes.byref(call), isa) == 0
-            assert bool(((self.kept[1].double() - self.expected).abs() <= self.bound).all())
+            assert bool(((self.tensors[1].double() - self.expected).abs() <= self.bound).all())
 
 
 def _used_s(burner: subprocess.Popen[bytes] | None) -> float:
@@ -193,7 +193,7 @@ def _scene(  # noqa: PLR0913  # one argument per fact
             for call in layer.calls:
                 call.threads = threads
             for _ in range(TRIES):
-                time.sleep(0.03)  # until the others' threads sleep
+                time.sleep(0.03)  # until the other threads sleep
                 before, started = _used_s(burner), time.perf_counter()
                 samples, turn = _block(lambda i, f=linear: f(matrix, pointers[i % len(pointers)], isa), between)  # type: ignore[misc]
                 if (_used_s(burner) - before) / (time.perf_counter() - started) < QUIET:
@@ -242,11 +242,11 @@ def main(options: Sequence[str] = ()) -> None:
                     print(name)
                     for way, columns_ in scenes[name].items():
                         if way != "noisy_blocks":
-                            told = (
+                            medians = (
                                 f"{key} {statistics.median(values or [float('nan')]):8.1f}"
                                 for key, values in columns_.items()
                             )
-                            print(f"    {way:<20}", *told)
+                            print(f"    {way:<20}", *medians)
     result = {"unit": "us", "threads": 2, "block_s": BLOCK_S, "scenes": scenes}
     written = record.write("threads", result, folder=record.BUILD if is_quick else record.RESULTS)
     print(f"written: {written}")

@@ -1,4 +1,4 @@
-"""``Verdict``: one target, one measured ratio, and whether it is met; and the lines that tell so."""
+"""``Verdict``: one target, one measured ratio, whether it is met, and the lines that report it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Verdict:
         return self.limit / max(self.ratio, 1e-9) if self.is_most else self.ratio / self.limit
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the result file keeps."""
+        """Return what the result file stores."""
         return {**attrs.asdict(self), "verdict": self.word}
 
 
@@ -70,7 +70,7 @@ def lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
         worst = measured[0]
         missed = [one for one in measured if not one.is_met]
         count = f"{len(measured) - len(missed)}/{len(measured)}"
-        told = f"worst {worst.ratio:.3g} ({worst.subject}; {worst.against})"
-        yield f"  {'MISSED' if missed else 'met':<7} {count:>7}  {target}: {told}"
+        text = f"worst {worst.ratio:.3g} ({worst.subject}; {worst.against})"
+        yield f"  {'MISSED' if missed else 'met':<7} {count:>7}  {target}: {text}"
         for verdict in missed:
             yield f"      MISSED {verdict.ratio:8.3g}  {verdict.subject}  against {verdict.against}"

@@ -1,8 +1,8 @@
 """``q4 generate`` with threads that wait as torch's OpenMP has them by default, and passively, as ``q4`` sets it.
 
 Each run is a process of its own. The two ways take turns, in pairs whose order alternates, on the machine as it is
-and beside one spinning process per core. Then runs of one thread alone take turns with runs of all threads beside one
-spinning process. The load averages say how calm the machine was by itself.
+and with one spinning process per core. Then runs of one thread alone take turns with runs of all threads next to one
+spinning process. The load averages show how calm the machine was by itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WAYS = {
 """How the command is started: without what its process sets beforehand, and with it."""
 PROMPT = "Why is the sky blue?"
 LIMIT_S = 300
-LEAST_BESIDE_ONE = 0.8
-"""Target: the rate beside one busy core, over that of one thread on a calm machine."""
+LEAST_WITH_ONE_BUSY_CORE = 0.8
+"""Target: the rate with one busy core, over that of one thread on a calm machine."""
 
 
 def _rate(way: str, model: str, tokens: int, **variables: str) -> float:
@@ -51,20 +51,20 @@ def _burners(count: int) -> Iterator[None]:
         yield
 
 
-def _beside_one(model: str, tokens: int, pairs: int) -> dict[str, Any]:
-    """Return the rates of one thread alone, of all threads beside one busy core, and their ratios."""
-    alone, beside = [], []
+def _with_one_busy_core(model: str, tokens: int, pairs: int) -> dict[str, Any]:
+    """Return the rates of one thread alone, of all threads with one busy core, and their ratios."""
+    alone, crowded = [], []
     for pair in range(pairs):
-        for is_beside in sorted((False, True), reverse=pair % 2 == 1):
-            if is_beside:
+        for is_crowded in sorted((False, True), reverse=pair % 2 == 1):
+            if is_crowded:
                 with _burners(1):
-                    beside.append(_rate("passive", model, tokens))
+                    crowded.append(_rate("passive", model, tokens))
             else:
                 alone.append(_rate("passive", model, tokens, OMP_NUM_THREADS="1"))
-    ratios = [busy / calm for busy, calm in zip(beside, alone, strict=True)]
+    ratios = [busy / calm for busy, calm in zip(crowded, alone, strict=True)]
     return {
         "one thread alone": record.summary(alone),
-        "beside one busy core": record.summary(beside),
+        "with one busy core": record.summary(crowded),
         "ratio": record.summary(ratios),
     }
 
@@ -92,11 +92,11 @@ def main(options: Sequence[str] = ()) -> None:
         scenes[scene] = {way: record.summary(values) for way, values in rates.items()}
         ratios = [passive / default for passive, default in zip(rates["passive"], rates["default"], strict=True)]
         scenes[scene] |= {"passive_over_default": record.summary(ratios), "load_averages": loads}
-        told = (f"{way} {statistics.median(values):6.2f} tokens/s" for way, values in rates.items())
-        print(f"{scene:<16}", *told, f"passive/default {statistics.median(ratios):.2f}")
-    one = _beside_one(asked.model, asked.tokens, asked.pairs)
-    target, against = "decode beside one busy core", "one thread alone"
-    judged = verdict.Verdict(target, asked.model, one["ratio"]["median"], LEAST_BESIDE_ONE, against=against)
+        medians = (f"{way} {statistics.median(values):6.2f} tokens/s" for way, values in rates.items())
+        print(f"{scene:<16}", *medians, f"passive/default {statistics.median(ratios):.2f}")
+    one = _with_one_busy_core(asked.model, asked.tokens, asked.pairs)
+    target, against = "decode with one busy core", "one thread alone"
+    judged = verdict.Verdict(target, asked.model, one["ratio"]["median"], LEAST_WITH_ONE_BUSY_CORE, against=against)
     for line in verdict.lines([judged]):
         print(line)
     facts = {"unit": "tokens/s", "model": asked.model, "tokens": asked.tokens, "burners": cores}

@@ -1,4 +1,4 @@
-"""Decode and prefill on this CPU beside every peer, in interleaved rounds of one run.
+"""Decode and prefill on this CPU compared with every peer, in interleaved rounds of one run.
 
 ``Q4_CPU_ISA`` chooses our instruction set, after which the result is named.
 """

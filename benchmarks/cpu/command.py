@@ -39,7 +39,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _pictures(result: dict[str, Any], written: Path) -> list[Path]:
-    """Draw what the result has, beside its file."""
+    """Draw what the result has, next to its file."""
     stem = written.with_suffix("")
     drawn = [
         prefill_picture.draw(result, Path(f"{stem}-prefill.png")),

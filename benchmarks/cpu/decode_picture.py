@@ -1,4 +1,4 @@
-"""Bars of decode: GB/s of weights beside the read bandwidth of the same run; the file holds every format."""
+"""Bars of decode: GB/s of weights and the read bandwidth of the same run; the file holds every format."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _LOG = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 
 
 _SILENCE = _LOG(lambda *_: None)
-"""Takes what ggml would tell of each tensor that it repacks; it must live as long as the library."""
+"""Discards ggml's log of each tensor that it repacks; it must live as long as the library."""
 _BASE = {
     "ggml_init": (_POINTER, [_InitParams]),
     "ggml_log_set": (None, [_LOG, _POINTER]),

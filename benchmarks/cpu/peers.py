@@ -1,4 +1,4 @@
-"""The libraries that we are compared with: which are installed, how they were built, and what they offer."""
+"""Libraries that we are compared with: installed versions, builds, and candidates."""
 
 from __future__ import annotations
 

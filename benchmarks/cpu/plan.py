@@ -1,4 +1,4 @@
-"""What is measured: stages, each one shape, number of rows and number of threads, in interleaved rounds."""
+"""Plan of a run: stages, each one shape, number of rows and number of threads, in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """How results and output call it."""
+        """Name in results and output."""
         kind = "decode" if self.rows == 1 else "prefill"
         where = ", from the cache" if self.is_resident else ""
         return f"{kind} {self.shape[0]}x{self.shape[1]}, M={self.rows}, {self.threads} threads{where}"

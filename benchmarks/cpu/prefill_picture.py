@@ -1,4 +1,4 @@
-"""Lines of prefill: GFLOP/s by rows of x, ours as a band over the formats, each library's best beside it."""
+"""Lines of prefill: GFLOP/s by rows of x, ours as a band over the formats, each library's best for comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints: a table for each stage, and the verdicts."""
+"""Printed report of a run: a table for each stage, and the verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ratios within rounds: what two candidates took beside each other, not what each took in its own half of the run."""
+"""Ratios of two candidates within rounds in which both ran, instead of ratios of medians over a whole run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _TRIALS = 3
 _PARK_SECONDS = 8e-3
 """Idle workers of OpenMP and ONNX Runtime spin for some milliseconds."""
 _OWN_POOLS = {"onnxruntime"}
-"""Libraries each of whose candidates has threads of its own, which spin beside the next one's."""
+"""Libraries each of whose candidates has threads of its own, which spin while the next one runs."""
 
 
 @attrs.frozen
@@ -87,7 +87,7 @@ def sample_us(timed: Sequence[Timed], threads: int, budget: Budget, *, seed: int
 
     Args:
         timed: What is sampled; each gets its microseconds per product.
-        threads: Of torch, and of whatever shares its OpenMP.
+        threads: Of torch, and of the libraries that share its OpenMP.
         budget: How many samples are taken.
         seed: Of the order.
     """

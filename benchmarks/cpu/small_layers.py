@@ -1,4 +1,4 @@
-"""Small layers, where the call costs as much as the product: ``Q4Linear.forward`` beside the bare kernel."""
+"""Small layers, where the call costs as much as the product: ``Q4Linear.forward`` compared with the bare kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the pictures of this benchmark look: one colour for each library, and what a result file calls things."""
+"""Style of this benchmark's pictures: one colour for each library, and lookups in a result file."""
 
 from __future__ import annotations
 

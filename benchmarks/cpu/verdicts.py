@@ -1,4 +1,4 @@
-"""The targets, and whether a run met them: computed from its results alone, as ratios within its rounds."""
+"""Targets and verdicts, computed from the results of a run alone, as ratios within its rounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _is_decode(stage: Stage) -> bool:
 
 
 def _nearest(call: Call, rivals: Mapping[str, Call]) -> tuple[str, float | None]:
-    """Return the rival against which a call stands worst, and how many times as fast as that one it is."""
+    """Return the rival against which a call does worst, and how many times as fast as that one it is."""
     ratios = {name: rounds.ratio(rival, call) for name, rival in rivals.items()}
     name = min(ratios, key=lambda item: ratios[item], default="")
     return name, ratios.get(name)

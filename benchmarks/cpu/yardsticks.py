@@ -1,4 +1,4 @@
-"""What the machine itself can do in the same run: reading memory, and dense products."""
+"""Yardsticks of the machine, measured in the same run: reading memory, and dense products."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["run", "summary"]
 
 _MESSAGE = 600
-"""Characters of a message that are kept."""
+"""Characters of a message that are stored."""
 _LIMITS = Limits(case_seconds=180.0, slow_seconds=max(180.0, Limits().slow_seconds))
 """A case may compile a dozen kernels."""
 
@@ -87,7 +87,7 @@ def run(place: Place, deadline: Deadline, *, jobs: int, only: Sequence[str] = ()
 
 
 def summary(report: Report, seconds: float) -> dict[str, Any]:
-    """Return what the result file keeps of a report."""
+    """Return what the result file stores of a report."""
     untestable = {one.message[:_MESSAGE] for one in report.results if one.outcome is Outcome.NOT_TESTABLE}
     return {
         "passed": report.passed,

@@ -28,13 +28,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         description="Run every contract case and every measurement of the GPU backends.",
         epilog="Stages: " + "; ".join(f"{name}: {stage.text}" for name, stage in stages.STAGES.items()) + ".",
     )
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help="all of them unless named")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="defaults to all")
     parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="begin nothing after that (540)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where results go. Defaults to benchmarks/results")
     parser.add_argument("--device", type=int, default=0, metavar="INDEX", help="which CUDA device (0)")
     parser.add_argument("--jobs", type=int, default=8, help="processes that run cases at once (8)")
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="cases whose id starts so")
-    parser.add_argument("--tiny", action="store_true", help="sizes that the interpreter can bear; proves the plumbing")
+    parser.add_argument("--tiny", action="store_true", help="sizes for the interpreter; checks the plumbing")
     parser.add_argument("--dry-run", action="store_true", help="say what would run, and what each backend answers")
     parser.add_argument(
         "--from", nargs="+", dest="files", type=Path, metavar="FILE", help="judge and draw results again, as one"
@@ -76,8 +76,8 @@ def _dry_run(chosen: Sequence[str], place: Place | None, why: str) -> int:
     print(f"versions: {versions()}")
     for name in chosen:
         print(f"stage {name}: {stages.STAGES[name].text}")
-    for backend, told in stages.native_states(place).items():
-        print(f"backend {backend}: {json.dumps(told, indent=1, ensure_ascii=False)}")
+    for backend, state in stages.native_states(place).items():
+        print(f"backend {backend}: {json.dumps(state, indent=1, ensure_ascii=False)}")
     return 0
 
 
@@ -131,7 +131,7 @@ def _finish(result: dict[str, Any], folder: Path) -> int:
 
 
 def _pictures(result: dict[str, Any], written: Path) -> list[Path]:
-    """Draw what the result has, beside its file; nothing without matplotlib, which --from can make up for elsewhere."""
+    """Draw what the result has, next to its file; nothing without matplotlib: --from draws it on another machine."""
     try:
         from benchmarks.gpu import pictures  # noqa: PLC0415  # matplotlib may be missing on a machine with a GPU
     except ImportError:

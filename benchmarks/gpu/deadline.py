@@ -1,4 +1,4 @@
-"""``Deadline``: how long a run may still take."""
+"""``Deadline``: the time that a run has left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cuBLAS: what a dense bfloat16 weight costs, which every 4-bit path is compared with."""
+"""cuBLAS products with a dense bfloat16 weight, with which every 4-bit path is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel that does nothing: what starting one costs."""
+"""Empty kernel, for the cost of a launch."""
 
 from __future__ import annotations
 

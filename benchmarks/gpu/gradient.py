@@ -1,4 +1,4 @@
-"""``gradient``: the backends' input gradients beside cuBLAS, which multiplies by a dense bfloat16 weight."""
+"""``gradient``: the backends' input gradients compared with cuBLAS, which multiplies by a dense bfloat16 weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the device itself can do, measured in the same run: copying memory, starting nothing, and a dense product."""
+"""Limits of the device, measured in the same run: memory copies, empty kernels, and a dense product."""
 
 from __future__ import annotations
 

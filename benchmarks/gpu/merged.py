@@ -1,4 +1,4 @@
-"""Joins result files of one device: the stages of several commands, each with the yardsticks of its own run."""
+"""Merge of result files of one device: the stages of several commands, each with the yardsticks of its own run."""
 
 from __future__ import annotations
 

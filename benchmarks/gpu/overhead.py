@@ -1,4 +1,4 @@
-"""What the host does per call, outside graphs: ``Q4Linear.forward`` beside a bare backend call and ``F.linear``."""
+"""Host time per call, outside graphs: ``Q4Linear.forward`` compared with a bare backend call and ``F.linear``."""
 
 from __future__ import annotations
 

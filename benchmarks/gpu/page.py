@@ -1,4 +1,4 @@
-"""``docs/gpu.md``: what ran on which GPU, made from the result files alone."""
+"""``docs/gpu.md``: results by GPU, made from the result files alone."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _section(result: dict[str, Any], file: Path) -> Iterator[str]:
     yield f"{device['memory_bytes'] / 1e9:.0f} GB, {device['processors']} multiprocessors, {versions}.\n"
     for run in result["runs"].values():
         facts, limits = run["environment"], run["limits"]
-        told = "no yardsticks" if limits is None else _yardsticks(limits)
-        yield f"- {facts['date'][:10]}, commit {facts['commit']}: {told}"
+        yardsticks = "no yardsticks" if limits is None else _yardsticks(limits)
+        yield f"- {facts['date'][:10]}, commit {facts['commit']}: {yardsticks}"
     yield ""
     yield from _targets(result)
     yield ""
@@ -99,6 +99,6 @@ def text_of(folder: Path) -> str:
 
 
 def write() -> Path:
-    """Write the page for the results that are kept, and return where it is."""
+    """Write the page for the stored results, and return where it is."""
     PAGE.write_text(text_of(record.RESULTS), encoding="utf-8")
     return PAGE

@@ -1,4 +1,4 @@
-"""Pictures of a result: the share of the copy bandwidth that gemv reaches, and gemm beside cuBLAS."""
+"""Pictures of a result: the share of the copy bandwidth that gemv reaches, and gemm compared with cuBLAS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Place``: the GPU that is measured, or the CPU under Triton's interpreter, where the plumbing alone is tried."""
+"""``Place``: the GPU that is measured, or the CPU under Triton's interpreter, where the plumbing alone is checked."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Place:
         return 3 * self.cache_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the result file keeps."""
+        """Return what the result file stores."""
         return attrs.asdict(self) | {"device": str(self.device), "versions": versions()}
 
 

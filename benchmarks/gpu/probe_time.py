@@ -1,6 +1,6 @@
-"""How long the first layer of a kind takes: ``prepare``, which compiles, and the self-probe; in processes of their own.
+"""Time of the first layer of a kind: ``prepare``, which compiles, and the self-probe; in processes of their own.
 
-The second process finds what the first compiled on disk: that is the warm cache which the target means.
+The second process finds on disk what the first one compiled: this is the warm cache of the target.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def first_layers(place: Place) -> dict[str, Any]:
             dense = torch.randn(128, shape[1], generator=torch.Generator().manual_seed(3)) / 50
             weight = q4.cat([weight_of(name, dense).to(place.device)] * max(1, shape[0] // 128))
             own = q4.Registry()
-            with recorded() as told:
+            with recorded() as recording:
                 started = time.perf_counter()
                 try:
                     ours.session(backend, place, precision, own=own).linear(weight)
@@ -76,8 +76,8 @@ def first_layers(place: Place) -> dict[str, Any]:
                     continue
                 synchronize(place)
                 seconds = time.perf_counter() - started
-            probes = {fields["path"]: fields["microseconds"] / 1e3 for fields in told.named("q4.probe")}
-            prepared = [fields["microseconds"] / 1e3 for fields in told.named("q4.prepare")]
+            probes = {fields["path"]: fields["microseconds"] / 1e3 for fields in recording.named("q4.probe")}
+            prepared = [fields["microseconds"] / 1e3 for fields in recording.named("q4.prepare")]
             layers[label] = {
                 "backend": backend,
                 "layer_ms": seconds * 1e3,

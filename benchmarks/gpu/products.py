@@ -1,4 +1,4 @@
-"""``gemv`` and ``gemm``: our layers beside cuBLAS, and each path alone, which shows where they cross."""
+"""``gemv`` and ``gemm``: our layers compared with cuBLAS, and each path alone, which shows where they cross."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["GEMM", "GEMV", "GRADIENT", "TINY_GEMM", "TINY_GEMV", "TINY_GRADIENT", "Table", "measure"]
 
 _FAULTS = (RuntimeError, ValueError, TypeError, q4.Q4Error)
-"""What a path that is called alone may raise: told beside the others."""
+"""What a path that is called alone may raise: recorded with the other results."""
 
 
 @attrs.frozen

@@ -1,4 +1,4 @@
-"""The native quantiser: bytes read and written per second, and whether its bytes are the reference's."""
+"""The native quantiser: bytes read and written per second, and a comparison of its bytes with the reference's."""
 
 from __future__ import annotations
 

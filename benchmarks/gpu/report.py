@@ -1,4 +1,4 @@
-"""What a run prints: a table for each stage, what was refused or left out, and the verdicts."""
+"""Printed report of a run: a table for each stage, what was refused or left out, and the verdicts."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _times(stage: dict[str, Any]) -> Iterator[str]:
         yield f"  {layer['name']}: {calls} µs"
     for run, values in stage.get("runs", {}).items():
         for format_, layer in values.get("layers", {}).items():
-            told = layer.get("refused") or f"prepare {layer['prepare_ms']:.0f} ms, probes {layer['probe_ms']:.0f} ms"
-            yield f"  {run}, {format_}: {told}"
+            text = layer.get("refused") or f"prepare {layer['prepare_ms']:.0f} ms, probes {layer['probe_ms']:.0f} ms"
+            yield f"  {run}, {format_}: {text}"
         if "error" in values:
             yield f"  {run}: {values['error'].splitlines()[-1]}"
 
@@ -74,7 +74,7 @@ def lines(result: dict[str, Any], verdicts: Sequence[verdict.Verdict]) -> Iterat
     device = result["device"]
     yield f"{device['name']} ({device['architecture']}), versions {device['versions']}"
     if result["is_tiny"]:
-        yield "a tiny or interpreted run: it proves the plumbing, and no number of it says anything"
+        yield "a tiny or interpreted run: it checks the plumbing, and its numbers mean nothing"
     for run in result["runs"].values():
         if run["limits"] is not None:
             yield from _limits(run["limits"])

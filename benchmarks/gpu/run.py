@@ -1,4 +1,4 @@
-"""``python benchmarks/gpu/run.py [STAGE …]``: runs from a source tree, whether its packages are installed or not."""
+"""Entry point ``python benchmarks/gpu/run.py [STAGE …]``, for a source tree with or without installed packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLUGINS = ("q4_dequant_fallback", "q4_nf4_cuda", "q4_nvfp4_native")
 
 
 def _use_source_tree() -> None:
-    """Let this tree's packages be imported, here and in child processes, and its plugins be found by their modules."""
+    """Make this tree's packages importable, here and in child processes, and its plugins known by their modules."""
     folders = [ROOT, *sorted(ROOT.glob("plugins/*/src")), ROOT / "conformance" / "src"]
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]
     named = [name for name in os.environ.get("Q4_PLUGIN_MODULES", "").split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""The stages of a run, in the order in which they answer most: what each one is, and how it is guarded."""
+"""Stages of a run, those that answer most first, and their error handling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Work:
     Args:
         place: Where.
         deadline: Until when something may be begun.
-        is_tiny: Whether sizes are those that an interpreter can bear.
+        is_tiny: Whether sizes are small enough for an interpreter.
         jobs: Processes that run cases at once.
         only: Texts with which the ids of the cases to run start.
     """
@@ -53,7 +53,7 @@ class Stage:
 
     Args:
         text: What it does, for people.
-        run: Returns what the result file keeps.
+        run: Returns what the result file stores.
         has_ratios: Whether its targets are ratios with the device's own limits, which are then measured first.
     """
 
@@ -62,10 +62,10 @@ class Stage:
     has_ratios: bool = False
 
     def guarded(self, work: Work) -> dict[str, Any]:
-        """Run; what it raises becomes part of the result, so that the stages before and after it are kept."""
+        """Run; an error becomes part of the result, so that the stages before and after it are stored."""
         try:
             return self.run(work)
-        except Exception as error:  # noqa: BLE001  # told in the result, and by the exit status
+        except Exception as error:  # noqa: BLE001  # reported in the result, and by the exit status
             trace = traceback.format_exc()
             print(trace, flush=True)
             return {"error": f"{type(error).__name__}: {error}", "trace": trace[-4000:]}
@@ -92,14 +92,14 @@ def _quantiser(work: Work) -> dict[str, Any]:
 
 
 STAGES = {
-    "gemv": Stage("M = 1 … 8 beside bf16 F.linear and the copy bandwidth", _gemv, has_ratios=True),
+    "gemv": Stage("M = 1 … 8 compared with bf16 F.linear and the copy bandwidth", _gemv, has_ratios=True),
     "overhead": Stage("the host's time per call", lambda work: overhead.measure(work.place, work.deadline)),
     "probe": Stage(
         "prepare and self-probe of a first layer", lambda work: probe_time.measure(work.place, work.deadline)
     ),
     "quantiser": Stage("the native quantiser", _quantiser, has_ratios=True),
-    "gemm": Stage("M = 16 … 8192 beside cuBLAS, each path alone as well", _gemm, has_ratios=True),
-    "gradient": Stage("input gradients for M = 1 … 8192 beside cuBLAS", _gradient),
+    "gemm": Stage("M = 16 … 8192 compared with cuBLAS, each path alone as well", _gemm, has_ratios=True),
+    "gradient": Stage("input gradients for M = 1 … 8192 compared with cuBLAS", _gradient),
     "cases": Stage(
         "every contract case",
         lambda work: cases.run(work.place, work.deadline, jobs=work.jobs, only=work.only),

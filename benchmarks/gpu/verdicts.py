@@ -1,4 +1,4 @@
-"""The targets of the GPU backends, and whether a run met them: computed from its results alone.
+"""Targets and verdicts of the GPU backends, computed from the results of a run alone.
 
 Every ratio is made within one run: of a stage's numbers and of the yardsticks that the same process measured.
 """

@@ -1,4 +1,4 @@
-"""One sample: a writer and readers at work for a while, as threads or processes, and what each of them did."""
+"""One sample: a writer and readers at work for a while, as threads or processes, and the rates of each."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Scene:
 
 @attrs.frozen
 class _Signals:
-    """What starts and stops actors, and where they tell what they did; of threads or of processes.
+    """Start and stop of actors, and the queue of their results; of threads or of processes.
 
-    ``stop.value`` is a byte that all see: an event between processes would let them wait for one another in each look.
+    ``stop.value`` is a byte that all see: with an event, processes would wait for one another at each test.
     """
 
     start: Any
     stop: Any
-    told: Any
+    results: Any
 
 
 def _work(way: Way, reader: int | None, pause_s: float, signals: _Signals) -> None:
-    """Update (where there is no reader's number) or read until told to stop, and tell what was done meanwhile."""
+    """Update (where there is no reader's number) or read until the stop signal, and put the rates into the queue."""
     try:
-        signals.told.put((reader, _rates(way, reader, pause_s, signals)))
-    except Exception as error:  # noqa: BLE001  # told to whoever measures, who raises
-        signals.told.put((reader, error))
+        signals.results.put((reader, _rates(way, reader, pause_s, signals)))
+    except Exception as error:  # noqa: BLE001  # raised by the process that measures
+        signals.results.put((reader, error))
         signals.start.abort()
 
 
@@ -87,7 +87,7 @@ def _rates(way: Way, reader: int | None, pause_s: float, signals: _Signals) -> d
 
 
 def sample(make: type[Way], scene: Scene, seconds: float) -> dict[str, float]:
-    """Let one writer and some readers work, and return updates and reads per second.
+    """Run one writer and some readers, and return updates and reads per second.
 
     Raises:
         WrongAnswerError: A read was torn, or went back. (Any other error of an actor is raised, too.)
@@ -97,20 +97,21 @@ def sample(make: type[Way], scene: Scene, seconds: float) -> dict[str, float]:
     is_apart = way.kind == PROCESSES
     kit: Any = CONTEXT if is_apart else threading
     stop = CONTEXT.RawValue("b", 0)
-    told: Any = CONTEXT.Queue() if is_apart else queue.Queue()
-    signals = _Signals(kit.Barrier(readers + 2), stop, told)
-    hire: Any = CONTEXT.Process if is_apart else threading.Thread
+    results: Any = CONTEXT.Queue() if is_apart else queue.Queue()
+    signals = _Signals(kit.Barrier(readers + 2), stop, results)
+    worker_type: Any = CONTEXT.Process if is_apart else threading.Thread
     workers = [
-        hire(target=_work, args=(way, who, scene.pause_s, signals), daemon=True) for who in (None, *range(readers))
+        worker_type(target=_work, args=(way, who, scene.pause_s, signals), daemon=True)
+        for who in (None, *range(readers))
     ]
     for worker in workers:
         worker.start()
     try:
-        with contextlib.suppress(threading.BrokenBarrierError):  # who broke it tells why
+        with contextlib.suppress(threading.BrokenBarrierError):  # the actor that broke it reports why
             signals.start.wait(START_S)
             time.sleep(seconds)
         stop.value = 1
-        found = dict(told.get(timeout=END_S) for _ in workers)
+        found = dict(results.get(timeout=END_S) for _ in workers)
         errors = [facts for facts in found.values() if isinstance(facts, Exception)]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))

@@ -1,4 +1,4 @@
-"""The command: measures every way in turns, then Ray, and writes JSON and a picture."""
+"""Command that measures every way in turns, then Ray, and writes JSON and a picture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def measure(scenes: Sequence[Scene], seconds: float, rounds: int) -> dict[str, A
             for name in order.sample(list(known), len(known)):
                 found[scene.name][name].append(sample(known[name], scene, seconds))
     peer = ray_objects.facts()
-    if peer["installed"]:  # apart, since its processes use the machine even while nobody asks them
+    if peer["installed"]:  # apart, since its processes use the machine even while they are idle
         with ray_objects.cluster(2 + max(scene.readers for scene in scenes)):
             for scene in scenes:
                 found[scene.name][RAY] = ray_objects.samples(scene, seconds, rounds)
@@ -56,7 +56,7 @@ def measure(scenes: Sequence[Scene], seconds: float, rounds: int) -> dict[str, A
 
 
 def judge(result: Mapping[str, Any]) -> list[verdict.Verdict]:
-    """Return whether reads of a small tensor reach their target, and what is to be copied is."""
+    """Return whether reads of a small tensor and copies per update meet their targets."""
     judged = []
     for scene in SCENES:
         rows = result["scenes"].get(scene.name)
@@ -88,8 +88,8 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     for scene, rows in result["scenes"].items():
         yield f"\n{scene:<38}" + "".join(f"{title:>14}" for title, _ in columns.values())
         for name, row in rows.items():
-            told = (format(row[key]["median"], form) for key, (_, form) in columns.items())
-            yield f"  {name:<36}" + "".join(f"{value:>14}" for value in told)
+            values = (format(row[key]["median"], form) for key, (_, form) in columns.items())
+            yield f"  {name:<36}" + "".join(f"{value:>14}" for value in values)
 
 
 def main(arguments: Sequence[str] = ()) -> None:

@@ -27,7 +27,7 @@ def _rounded(value: float) -> str:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> Path:
-    """Draw medians and spread, on logarithmic axes, and beside each way how often an update copies the state."""
+    """Draw medians and spread, on logarithmic axes, and next to each way how often an update copies the state."""
     scenes = result["scenes"]
     figure, grid = plt.subplots(len(scenes), 4, figsize=(14, 2.9 * len(scenes)), layout="constrained", squeeze=False)
     for line, (scene, rows) in zip(grid, scenes.items(), strict=True):

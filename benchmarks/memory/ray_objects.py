@@ -1,4 +1,4 @@
-"""Ray: a writer puts each version into the object store, and an actor tells readers which one is the newest."""
+"""Ray: versions in the object store, and an actor that holds the reference to the newest one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORE_BYTES = 1 << 30
 
 
 def facts() -> dict[str, Any]:
-    """Return the version that is installed, or the words that it is not."""
+    """Return the installed version, or that there is none."""
     try:
         return {"installed": True, "version": importlib.metadata.version("ray")}
     except importlib.metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def facts() -> dict[str, Any]:
 
 
 class _Newest:
-    """Tells which object is the newest version."""
+    """Holds the reference to the newest version."""
 
     def __init__(self) -> None:
         self.boxed: list[Any] = []
@@ -51,9 +51,9 @@ class _Writer:
     def __init__(self, newest: Any, elements: int) -> None:
         torch.set_num_threads(1)
         self.newest, self.state = newest, torch.zeros(elements)
-        self.tell()
+        self.publish()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         import ray  # noqa: PLC0415  # not installed everywhere
 
         ray.get(self.newest.set.remote([ray.put(self.state.numpy())]))
@@ -62,7 +62,7 @@ class _Writer:
         count, began = 0, time.perf_counter()
         while time.perf_counter() < began + seconds:
             self.state.add_(1.0)
-            self.tell()
+            self.publish()
             count += 1
         took = time.perf_counter() - began
         return {"count": count, "per_s": count / took, "bytes_copied": count * self.state.nbytes}
@@ -94,7 +94,7 @@ class _Reader:
 
 @contextlib.contextmanager
 def cluster(cpus: int) -> Iterator[None]:
-    """Have Ray's processes there; they use the machine as long as they are."""
+    """Run Ray's processes in the block; they use the machine for as long as they live."""
     import ray  # noqa: PLC0415  # not installed everywhere
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -109,19 +109,19 @@ def cluster(cpus: int) -> Iterator[None]:
 
 
 def samples(scene: Scene, seconds: float, rounds: int) -> list[dict[str, float]]:
-    """Let one writer and some readers work, and return what each round says of them together."""
+    """Run one writer and some readers, and return the summary of each round."""
     import ray  # noqa: PLC0415  # not installed everywhere
 
     newest = ray.remote(_Newest).remote()
     writer = ray.remote(_Writer).remote(newest, scene.elements)
-    ray.get(writer.tell.remote())
+    ray.get(writer.publish.remote())
     readers = [ray.remote(_Reader).remote(newest) for _ in range(scene.readers)]
     ray.get([one.read.remote() for one in readers])
     found = []
     for _ in range(rounds):
         runs = [one.run.remote(seconds, scene.pause_s) for one in readers]
-        told, *rest = ray.get([writer.run.remote(seconds), *runs])
-        found.append(summary(told, rest))
+        updates, *rest = ray.get([writer.run.remote(seconds), *runs])
+        found.append(summary(updates, rest))
     for actor in (writer, newest, *readers):
         ray.kill(actor)
     return found

@@ -1,12 +1,12 @@
-"""What ``SharedMutableTensor`` costs between processes, against ``multiprocessing.Lock`` and ``share_memory_``.
+"""Costs of ``SharedMutableTensor`` between processes, compared with ``multiprocessing.Lock`` and ``share_memory_``.
 
     python -m benchmarks.memory.sharing --json benchmarks/results/sharing.json
 
-Alone: one read and one update of 64 numbers, from Python, nobody else there: the least and the median of many rounds.
+Alone: one read and one update of 64 numbers, from Python, in one process: the least and the median of many rounds.
 Together: one writer and four readers, each a process. A reader sums the tensor, in a ``read()`` block or under a lock;
-an update is one addition, or one step of leaky integrate-and-fire neurons. Either may also compute for a while with the
-tensor in its hands; the writer may rest between updates. In "taking alone" a reader only takes the tensor, since a sum
-costs more than that. Kinds take turns, so that what else the machine does falls on all alike.
+an update is one addition, or one step of leaky integrate-and-fire neurons. Either may also compute for a while inside
+its block; the writer may rest between updates. In "taking alone" a reader only takes the tensor, since a sum costs
+more than that. Kinds take turns, so that other load of the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _step(membranes: torch.Tensor) -> None:
 
 
 def _uses(kind: str, race: Race) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """Give what a reader and a writer do again and again."""
+    """Yield what a reader and a writer do repeatedly."""
     update = _step if race.steps else _add
     if kind == "lock":
         tensor, lock = torch.zeros(NUMBERS).share_memory_(), multiprocessing.get_context("fork").Lock()
@@ -197,7 +197,7 @@ def _work(board: memoryview, index: int, use: Callable[[], None], rest_s: float)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, and keep the result."""
+    """Measure, print, and store the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,6 +1,6 @@
-"""The ways to share a state among actors: what one update is, and what one read is, in each of them.
+"""Ways to share a state among actors, each with its update and its read.
 
-An update adds one to every element. A read looks at a whole version where it lies, if the way allows that, and checks
+An update adds one to every element. A read gets a whole version in place, if the way allows that, and checks
 that a sample of elements, spread over the state, belongs to one update, and to none older than the last one seen.
 """
 
@@ -26,7 +26,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PROCESSES, THREADS = "processes", "threads"
 SAMPLE = 256
 PATIENCE_S = 1.0
-"""How long to wait for a queue whose other side may have stopped."""
+"""Seconds to wait for a queue whose other side may have stopped."""
 
 
 def check(tensor: torch.Tensor, oldest: float) -> float:
@@ -45,7 +45,7 @@ def check(tensor: torch.Tensor, oldest: float) -> float:
 
 
 class Way:
-    """A state and how it is shared; made by whoever measures, and handed to each actor.
+    """A state and how it is shared; made by the process that measures, and passed to each actor.
 
     Args:
         elements: How many float32 the state has.
@@ -75,7 +75,7 @@ class Way:
         return self.copied
 
     def close(self) -> None:
-        """Give back what it holds, in whoever made it."""
+        """Release what it holds, in the process that made it."""
 
 
 class Mutable(Way):
@@ -191,7 +191,7 @@ class Queued(Way):
         self.oldest[reader] = check(self.queues[reader].get(timeout=PATIENCE_S), self.oldest[reader])
 
     def close(self) -> None:
-        """Close the queues, and forget what is in them."""
+        """Close the queues, and drop what is in them."""
         for queue in self.queues:
             queue.cancel_join_thread()
             queue.close()

@@ -56,7 +56,7 @@ def test_overhead(run: Run) -> None:
 
 
 def test_scaling(run: Run) -> None:
-    """One and two actors leave the same bits on threads and processes, and tell what a step copies."""
+    """One and two actors leave the same bits on threads and processes, and count what a step copies."""
     found = run("scaling")
     rows = {(row["form"], row["runtime"], row["actors"]): row for row in found["rows"]}
     assert len(rows) == 8
@@ -72,13 +72,13 @@ def test_scaling(run: Run) -> None:
 
 @pytest.mark.slow
 def test_certify(run: Run) -> None:
-    """One case of each subject is certified by its id, and beside them ``import torch`` is timed."""
+    """One case of each subject is certified by its id, and ``import torch`` is timed with them."""
     assert len(run("certify", "--rounds", "1")["seconds"]) == 3
 
 
 @pytest.mark.slow
 def test_snn(run: Run) -> None:
-    """The layer and a circuit run with q4-snn, whose memory is told, and who is missing is listed with the reason."""
+    """The layer and a circuit run with q4-snn, with its memory; missing simulators are listed with the reason."""
     result = run("snn", "--simulators", sys.executable)
     assert {row["rate"] for row in result["layer"]["rows"] if row["who"] == "q4-snn"} == {0.01, 0.03, 0.1, 0.3}
     assert result["layer"]["bytes_per_synapse"]["q4-snn"] > 0.5

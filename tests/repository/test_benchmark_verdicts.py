@@ -130,7 +130,7 @@ def test_small_layers_are_judged_by_what_they_add() -> None:
     assert (with_out.limit, without.limit) == (CALL_TARGETS_US["forward, out="], CALL_TARGETS_US["forward"])
 
 
-def test_the_worst_case_is_told() -> None:
+def test_the_worst_case_is_reported() -> None:
     """The line of a target counts what meets it and names the worst, for limits from below and from above."""
     low = [Verdict("fast", "a", 1.2, 1.0), Verdict("fast", "b", 0.9, 1.0, against="c")]
     assert [line.split()[:2] for line in lines(low)][1:] == [["MISSED", "1/2"], ["MISSED", "0.9"]]

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _product(weight: torch.Tensor, told: torch.Tensor) -> Candidate:
+def _product(weight: torch.Tensor, reference: torch.Tensor) -> Candidate:
     """Return a candidate that multiplies with one weight and claims to hold another."""
 
     def make(x: torch.Tensor, threads: int, resident: bool) -> Calls:
         return Calls([lambda: None], lambda: x @ weight.T)
 
-    return Candidate("a", "torch", PEER, "fp32", "fp32", 64, make, reference=told.double())
+    return Candidate("a", "torch", PEER, "fp32", "fp32", 64, make, reference=reference.double())
 
 
 def test_a_wrong_answer_is_refused() -> None:
@@ -117,7 +117,7 @@ def test_only_and_stages_choose() -> None:
 
 
 def test_peers_are_named_whether_they_are_installed_or_not() -> None:
-    """Every peer has an entry, with its version or with the words that it is not installed."""
+    """Every peer has an entry, with its version or a note that it is not installed."""
     found = peers.facts()
     assert set(found) == set(peers.PEERS)
     for peer in found.values():
@@ -287,7 +287,7 @@ def test_small_layers_time_kernel_and_forward(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sentences_to_train_choose_and_judge_by_are_others() -> None:
-    """No sentence of MiniLM's benchmark stands in two of: training, choice of the steps, judgement."""
+    """No sentence of MiniLM's benchmark is in two of: training, choice of the steps, judgement."""
     choosing, judged = embeddings.halves()
     training = embeddings.training_sentences()
     assert min(len(choosing), len(judged)) >= 100
@@ -306,7 +306,7 @@ def test_stored_embeddings_are_those_of_the_page() -> None:
 
 
 def test_figures_of_a_report(tmp_path: Path) -> None:
-    """Of a report of pytest's, only tests that recorded figures are kept, with their seconds."""
+    """Of a report of pytest's, only tests that recorded figures are stored, with their seconds."""
     report = tmp_path / "report.xml"
     case = '<testcase name="{}" time="1.5">{}</testcase>'
     figures = '<properties><property name="loss" value="[1.25, 2]" /></properties>'

@@ -1,4 +1,4 @@
-"""The example distribution: built, installed beside our wheels, certified there, and failed with a planted fault."""
+"""The example distribution: built, installed with our wheels, certified there, and failed with a planted fault."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.slow
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an environment with the core, the reference, the kit and the example, each from its wheel."""
     base = tmp_path_factory.mktemp("example") / "env"
-    beside = [
+    others = [
         fresh.ROOT / folder for folder in ("plugins/cli", "plugins/dequant-fallback", "plugins/quantize", "conformance")
     ]
-    ours = [fresh.ROOT, *beside, EXAMPLE]
+    ours = [fresh.ROOT, *others, EXAMPLE]
     fresh.make_environment(base, ours)
     return base
 

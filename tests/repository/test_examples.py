@@ -65,12 +65,12 @@ def test_each_example_names_what_it_needs() -> None:
     found = set()
     for path in (ROOT / "examples").glob("*.py"):
         source = path.read_text(encoding="utf-8")
-        told = ast.get_docstring(ast.parse(source)) or ""
-        assert 'pip install "q4core[examples]"' in told, path.name
+        text = ast.get_docstring(ast.parse(source)) or ""
+        assert 'pip install "q4core[examples]"' in text, path.name
         libraries = set(re.findall(r"^(?:from|import) (\w+)", source, flags=re.MULTILINE))
         needed = {name.replace("q4_", "q4-") for name in libraries - own - set(sys.stdlib_module_names)}
         needed = {name.replace("sklearn", "scikit-learn") for name in needed}
-        assert {name for name in needed - extra if name.removeprefix("q4-") not in told} == set(), path.name
+        assert {name for name in needed - extra if name.removeprefix("q4-") not in text} == set(), path.name
         found |= needed
     assert extra <= found
 
@@ -86,7 +86,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
 
 
 def test_training_learns(training: TrainingRun) -> None:
-    """After three epochs the loss has fallen, and most digits of the test set are told; chance tells a tenth."""
+    """After three epochs the loss has fallen, and most digits of the test set are right; by chance, a tenth is."""
     first, last = re.findall(r"loss ([\d.]+) → ([\d.]+)", training.text)[0]
     assert float(last) < float(first)
     assert training.number(r"test accuracy ([\d.]+)% with nvfp4 weights") > 50.0

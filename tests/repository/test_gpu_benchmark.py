@@ -132,7 +132,7 @@ def test_crossovers_name_the_fastest_path_at_each_m() -> None:
     assert found == [{"shape": [*LARGE], "format": "nf4", "fastest_by_rows": {"64": "gemm", "512": "dense"}}]
 
 
-def test_the_report_tells_everything() -> None:
+def test_the_report_has_everything() -> None:
     """Refusals, what was left out, failures and paths that don't run are printed."""
     result = gpu_result(failed=2)
     result["stages"]["gemm"]["tables"][0]["does_not_run"] = {"nf4 exact, path gemv": "too many rows"}
@@ -198,7 +198,7 @@ def reference_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("reference_measured")
 def test_a_wrong_answer_ends_its_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that are off are never timed: the stage tells the fault, and the next stage runs."""
+    """Numbers that are off are never timed: the stage reports the fault, and the next stage runs."""
     monkeypatch.setattr(ours, "exact_value", lambda weight: exact_value(weight) * 1.01)
     work = stages.Work(HERE, Deadline(60), is_tiny=True)
     broken, sound = stages.STAGES["gemv"].guarded(work), stages.STAGES["overhead"].guarded(work)
@@ -209,7 +209,7 @@ def test_a_wrong_answer_ends_its_stage_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("reference_measured")
 def test_overhead_and_probe_are_measured_with_fp4_activations_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a backend has FP4 paths, what the host adds and what a first layer costs are told of these as well."""
+    """Where a backend has FP4 paths, what the host adds and what a first layer costs are measured for these as well."""
     monkeypatch.setattr(ours, "precisions_of", lambda backend: [ours.EXACT, ours.FP4])
     asked: list[str] = []
     own = ours.session
@@ -251,7 +251,7 @@ def _gradients(monkeypatch: pytest.MonkeyPatch, factor: float) -> dict[str, Any]
 
 @pytest.mark.usefixtures("reference_measured")
 def test_input_gradients_are_measured_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backends' own gradients are timed beside cuBLAS, those without one are told, and no wrong one is timed."""
+    """The backends' own gradients are timed with cuBLAS, those without one reported, and no wrong one is timed."""
     nothing = stages.STAGES["gradient"].guarded(stages.Work(HERE, Deadline(60), is_tiny=True))
     assert [set(table["calls"]) for table in nothing["tables"]] == [{dense.NAME}] * 2
     assert all("input_gradient" in why for why in nothing["refused"].values())
@@ -271,7 +271,7 @@ def test_a_wrong_input_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("reference_measured")
-def test_what_there_is_no_time_for_is_told() -> None:
+def test_what_there_is_no_time_for_is_reported() -> None:
     """After the deadline nothing is begun, and the result says what was left out."""
     work = stages.Work(HERE, Deadline(0), is_tiny=True)
     for name in ("gemv", "gemm", "gradient", "overhead", "probe"):
@@ -282,7 +282,7 @@ def test_what_there_is_no_time_for_is_told() -> None:
 
 @pytest.mark.usefixtures("reference_measured")
 def test_single_paths_are_measured_where_they_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is measured in its rows alone, a dense path in all; one that does not run is told beside the others."""
+    """A kernel is measured in its rows alone, a dense path in all; one that does not run is reported with these."""
     kinds = {"dequant_matmul": (1, q4.PathKind.KERNEL), "another": (99, q4.PathKind.DEQUANT)}
     kinds["narrow"] = (99, q4.PathKind.KERNEL)
     offered = [
@@ -305,15 +305,15 @@ def test_single_paths_are_measured_where_they_may_run(monkeypatch: pytest.Monkey
 
 
 def test_nothing_runs_without_a_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a GPU the command ends with 2 and says what to do; a dry run tells what there is; unknown stages too."""
+    """Without a GPU the command ends with 2 and says what to do; a dry run shows what there is; unknown stages too."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main([]) == 2
     assert "--dry-run" in capsys.readouterr().err
     assert command.main(["--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert all(f"stage {name}" in told for name in stages.STAGES)
-    assert "backend nf4-cuda" in told
+    shown = capsys.readouterr().out
+    assert all(f"stage {name}" in shown for name in stages.STAGES)
+    assert "backend nf4-cuda" in shown
     assert command.main(["gemvs"]) == 2
     assert "gemvs" in capsys.readouterr().err
 
@@ -321,7 +321,7 @@ def test_nothing_runs_without_a_device(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_broken_stage_keeps_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each stage is written when it ends; one that raises is told, by the exit status as well."""
+    """Each stage is written when it ends; one that raises is reported, by the exit status as well."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     seen: list[set[str]] = []
 
@@ -343,7 +343,7 @@ def test_a_broken_stage_keeps_the_others(
 
 
 def test_tests_that_need_a_gpu_are_run_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Files without such a test are not even imported; a failure is told, by the stage's result."""
+    """Files without such a test are not even imported; a failure is reported in the stage's result."""
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_other.py").write_text("import a_package_that_is_not_there\n")
@@ -359,24 +359,24 @@ def test_tests_that_need_a_gpu_are_run_alone(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_report_is_summed_up() -> None:
-    """Counts, failures and what did not run are kept."""
-    from benchmarks.gpu.cases import summary  # noqa: PLC0415  # beside its test
+    """Counts, failures and what did not run are stored."""
+    from benchmarks.gpu.cases import summary  # noqa: PLC0415  # next to its test
 
-    kept = summary(run_cases("dequant-fallback", ["nf4"], only=["TC-09/bias"]), 1.0)
-    assert (kept["passed"], kept["cases"], kept["counts"], kept["not_run"]) == (
+    stored = summary(run_cases("dequant-fallback", ["nf4"], only=["TC-09/bias"]), 1.0)
+    assert (stored["passed"], stored["cases"], stored["counts"], stored["not_run"]) == (
         True,
         6,
         {"pass": 6},
         0,
     )
-    assert kept["passed_by_fallback"] == 6
+    assert stored["passed_by_fallback"] == 6
 
 
 @pytest.mark.slow
 def test_a_source_tree_is_enough(tmp_path: Path) -> None:
     """Every stage runs from the tree, wherever it is started, with no variable that says where our packages are."""
     environment = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "Q4_PLUGIN_MODULES"}}
-    environment |= {"TRITON_INTERPRET": "1", "Q4_BENCH_BACKENDS": "dequant-fallback", "Q4_BENCH_COMMIT": "told"}
+    environment |= {"TRITON_INTERPRET": "1", "Q4_BENCH_BACKENDS": "dequant-fallback", "Q4_BENCH_COMMIT": "named"}
     names = [name for name in stages.STAGES if name != "tests"]
     command_line = [sys.executable, str(RUN), *names, "--only", "TC-09/bias/nf4", "--jobs", "1", "--out", str(tmp_path)]
     done = subprocess.run(command_line, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -384,7 +384,7 @@ def test_a_source_tree_is_enough(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "gpu-interpreter.json").read_text())
     assert set(result["stages"]) == set(names)
     assert not [name for name, stage in result["stages"].items() if "error" in stage]
-    assert result["environment"]["commit"] == "told"
+    assert result["environment"]["commit"] == "named"
     assert result["is_tiny"]
     assert len(result["stages"]["gemv"]["tables"]) == 2
     assert {"nf4 exact", dense.NAME} <= set(result["stages"]["gemv"]["tables"][0]["calls"])
@@ -409,8 +409,8 @@ def test_both_plugins_are_measured(tmp_path: Path) -> None:
     assert not gemm["does_not_run"]
     quantised = {call["format"] for call in result["stages"]["quantiser"]["calls"].values()}
     assert quantised == {"nvfp4", "mxfp4"}
-    told = result["backends"]["nf4-cuda"]["formats"]["nf4"]
-    assert all(path.endswith(", interpreted)") for path in told["paths"])
+    facts = result["backends"]["nf4-cuda"]["formats"]["nf4"]
+    assert all(path.endswith(", interpreted)") for path in facts["paths"])
 
 
 BLOCKER = """
@@ -435,14 +435,14 @@ def test_few_packages_are_enough(tmp_path: Path) -> None:
     here = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
     environment |= {"PYTHONPATH": here, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
-    def told(arguments: list[str]) -> str:
+    def output(arguments: list[str]) -> str:
         done = subprocess.run(arguments, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert "stage tests" in told([sys.executable, str(RUN), "--dry-run"])
+    assert "stage tests" in output([sys.executable, str(RUN), "--dry-run"])
     with_tests = [folder for folder in tree_tests.FOLDERS if tree_tests.files_of(folder)]
     assert set(with_tests) >= {"plugins/triton-kernels/tests", "plugins/nvfp4-native/tests", "tests"}
     for folder in with_tests:
-        listed = told([*tree_tests.command(tree_tests.files_of(folder)), "--collect-only"])
+        listed = output([*tree_tests.command(tree_tests.files_of(folder)), "--collect-only"])
         assert "::test_" in listed, listed

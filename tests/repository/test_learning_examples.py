@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.training
 
 
-def told(name: str, folder: Path, *arguments: object) -> str:
+def run(name: str, folder: Path, *arguments: object) -> str:
     """Run an example to its end, check its picture, and return what it printed."""
     picture = folder / "picture.png"
     command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments), "--picture", str(picture)]
@@ -43,8 +43,8 @@ def numbers(pattern: str, text: str) -> list[float]:
 
 @pytest.mark.parametrize(("name", "least"), [("mlp_digits.py", 95.0), ("cnn_digits.py", 97.0)])
 def test_digits(name: str, least: float, tmp_path: Path, record_property: Record) -> None:
-    """Most held-back digits are told; means of five seeds of four-bit and float networks lie within one per cent."""
-    shares = numbers(r"([\d.]+)% of the held-back digits right \(mean of 5 seeds", told(name, tmp_path))
+    """Most held-back digits are right; means of five seeds of four-bit and float networks lie within one per cent."""
+    shares = numbers(r"([\d.]+)% of the held-back digits right \(mean of 5 seeds", run(name, tmp_path))
     record_property("right_percent_of_float_and_packed", shares)
     assert len(shares) == 2
     assert min(shares) >= least
@@ -53,8 +53,8 @@ def test_digits(name: str, least: float, tmp_path: Path, record_property: Record
 
 @pytest.mark.parametrize(("name", "least"), [("snn_digits.py", 95.0), ("snn_events.py", 90.0)])
 def test_spikes(name: str, least: float, tmp_path: Path, record_property: Record) -> None:
-    """Most samples are told; NF4 synapses cost less than half a per cent of them, by the means of five seeds."""
-    shares = numbers(r"([\d.]+)% of the test samples right \(mean of 5 seeds", told(name, tmp_path))
+    """Most samples are right; NF4 synapses cost less than half a per cent of them, by the means of five seeds."""
+    shares = numbers(r"([\d.]+)% of the test samples right \(mean of 5 seeds", run(name, tmp_path))
     record_property("right_percent_of_float_and_packed", shares)
     assert len(shares) == 2
     assert min(shares) >= least
@@ -63,7 +63,7 @@ def test_spikes(name: str, least: float, tmp_path: Path, record_property: Record
 
 def test_text(tmp_path: Path, record_property: Record) -> None:
     """A recurrent network says more of the next byte than counts of pairs; four bits cost less than one per cent."""
-    text = told("rnn_text.py", tmp_path)
+    text = run("rnn_text.py", tmp_path)
     (pairs,) = numbers(r"counts of pairs: ([\d.]+)", text)
     dense, trained, packed = numbers(r"gru.*: ([\d.]+) nats per byte \(mean of 5 seeds", text)
     for name, value in (("pairs", pairs), ("float", dense), ("trained", trained), ("packed", packed)):
@@ -75,7 +75,7 @@ def test_text(tmp_path: Path, record_property: Record) -> None:
 
 def test_tiny_llama(tmp_path: Path, record_property: Record) -> None:
     """It learns to below 1.8 nats per byte, and packs to within three per cent of that; then it continues a text."""
-    text = told("tiny_llama.py", tmp_path)
+    text = run("tiny_llama.py", tmp_path)
     trained, packed = numbers(r"([\d.]+) nats per byte", text)
     record_property("trained_nats_per_byte", trained)
     record_property("packed_nats_per_byte", packed)
@@ -85,8 +85,8 @@ def test_tiny_llama(tmp_path: Path, record_property: Record) -> None:
 
 
 def test_head_on_sentences(tmp_path: Path, record_property: Record) -> None:
-    """On MiniLM's vectors the page of most paragraphs is told; four bits cost less than five per cent of them."""
-    text = told("finetune_head.py", tmp_path)
+    """On MiniLM's vectors the page of most paragraphs is found; four bits cost less than five per cent of them."""
+    text = run("finetune_head.py", tmp_path)
     (cosine,) = numbers(r"mean cosine of nf4 to dense vectors: ([\d.]+)", text)
     dense, packed = numbers(r"([\d.]+)% of the held-back paragraphs right", text)
     record_property("cosine", cosine)
