@@ -41,7 +41,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")]
 Device = Annotated[str | None, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:<index>.")]
 Backend = Annotated[str | None, typer.Option("--backend", metavar="NAME", help="This backend or none.")]
-ComputePath = Annotated[q4.ComputePath | None, typer.Option("--compute-path", help="Which kinds of path may serve.")]
+ComputePath = Annotated[q4.ComputePath | None, typer.Option("--compute-path", help="Which kinds of path may run.")]
 Precision = Annotated[q4.ActivationPrecision | None, typer.Option("--precision", help="How x may be rounded.")]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", metavar="DTYPE", help="dtype of x: float32, bfloat16 or float16.")
