@@ -64,7 +64,7 @@ class LayerType:
         name: What a description calls it.
         build: Takes the options by name and returns the module. Its signature says which options there are: their
             names, their types by annotation, and their defaults.
-        shape: Takes the shape of what comes in, then the options by name, and returns the shape of what goes out;
+        shape: Takes the input's shape, then the options by name, and returns the result's shape;
             raises ``ValueError`` with the rule where the layer does not take that shape. Defaults to the same shape.
         summary: One line for people.
         examples: Layers by which the type can be certified.
@@ -161,7 +161,7 @@ def options_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 def set_options(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Note type and options that a layer is described by."""
+    """Store type and options that a layer is described by."""
     object.__setattr__(module, _ATTRIBUTE, dict(options))
 
 
@@ -182,7 +182,7 @@ def _hints(build: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Say whether a value is of an annotated type; of a type that is not plain, any is."""
+    """Return whether a value is of an annotated type; True for types that are not plain."""
     origin = get_origin(hint)
     if origin in {Union, types.UnionType}:
         return any(_fits(value, item) for item in get_args(hint))

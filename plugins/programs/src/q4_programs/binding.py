@@ -34,7 +34,7 @@ _bound: weakref.WeakSet[BoundProgram] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """Give a forked child's programs locks of its own: threads of the parent, absent in the child, may hold theirs."""
+    """Make new locks for a forked child's programs: threads of the parent, absent in the child, may hold theirs."""
     for program in _bound:
         program.lock = threading.RLock()
 

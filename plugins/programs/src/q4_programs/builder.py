@@ -45,7 +45,7 @@ class ProgramBuilder(Operations):
         self._labels = {id(module): label for label, module in model.named_modules()}
 
     def emit(self, module: nn.Module, *values: Any, **options: Any) -> Any:
-        """Let a module emit its operations, and return what it gives.
+        """Make a module emit its operations, and return its result.
 
         Args:
             module: In eval mode, without hooks.

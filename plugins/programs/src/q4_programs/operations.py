@@ -170,7 +170,7 @@ class Operations:
         return out
 
     def emit(self, module: nn.Module, *values: Any, **options: Any) -> Any:
-        """Let a module emit its operations, and return what it gives, as ``ProgramBuilder`` does."""
+        """Make a module emit its operations, and return its result, as ``ProgramBuilder`` does."""
         raise NotImplementedError
 
     def refuse(self, why: str) -> NoReturn:

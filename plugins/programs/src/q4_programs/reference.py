@@ -145,7 +145,7 @@ def _part(  # noqa: C901, PLR0911, PLR0912  # one case per operation
 def _turn(
     x: torch.Tensor, table: torch.Tensor, position: torch.Tensor, out: torch.Tensor, *, interleaved: bool
 ) -> None:
-    """Turn the first columns of x by the angles of a position."""
+    """Rotate the first columns of x by the angles of a position."""
     cos, sin = table.index_select(0, position).chunk(2, -1)
     width = table.shape[1]
     turned = x[:, :width]

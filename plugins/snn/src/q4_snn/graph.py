@@ -101,7 +101,7 @@ class Graph:
         return tuple(self._into[name])
 
     def closes_cycle(self, projection: Synapses) -> bool:
-        """Say whether a projection leads back to a population that it depends on, and is not before it in a step."""
+        """Return whether a projection leads back to a population that it depends on, and is not before it in a step."""
         reached, left = set(), [projection.target]
         while left:
             name = left.pop()

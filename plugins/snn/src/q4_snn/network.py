@@ -207,7 +207,7 @@ class Network(nn.Module):
 
         Args:
             x: [T, B, n] of the only input, or each input's name → [T, B, n].
-            state: What a call before returned, to go on from there; None to begin at rest.
+            state: The state that an earlier call returned, to continue from; None to begin at rest.
             record: What to return: names of populations for what they give, ``population.mem`` for a state.
                 Defaults to ``outputs``.
 

@@ -100,7 +100,7 @@ class CubaLIF(Spiking, Membrane):
         tau_mem: Time constant of the membrane in seconds, at least dt.
         tau_syn: Time constant of the synaptic current in seconds, at least dt.
         r: Resistance; None for tau_mem / dt.
-        w_in: Weight of what comes in; None for tau_syn / dt, so that one unit of it adds 1 to the current in a step.
+        w_in: Weight of the input; None for tau_syn / dt, so that one unit of it adds 1 to the current in a step.
         reset: As of ``LIF``, as are all others; the membrane is reset, not the current.
 
     Raises:

@@ -196,7 +196,7 @@ class SpikeProduct:
         return dense
 
     def _is_sparse(self, rows: int, count: int) -> bool:
-        """Say whether so many ones in so many rows are rare enough for the sparse product."""
+        """Return whether a number of ones in a number of rows is low enough for the sparse product."""
         sparse, width = self._sparse, self.layer.in_features
         return sparse is not None and count <= sparse.spike_limit(rows) * rows * width
 

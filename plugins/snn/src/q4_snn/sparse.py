@@ -201,7 +201,7 @@ class SparseProjection(nn.Module):
         return _take(coming, step % len(coming))
 
     def reset(self) -> None:
-        """Forget what is on its way, and what was counted."""
+        """Clear what is on its way, and the counts."""
         self.ring.zero_()
         self.now = self.events = 0
 
@@ -235,7 +235,7 @@ class SparseProjection(nn.Module):
             delay: [P, P], their mean in steps.
             weight_spread: Standard deviation of weights, of their mean.
             delay_spread: Of delays, of theirs.
-            generator: What is drawn comes from it.
+            generator: Source of the random numbers.
 
         Raises:
             InputError: There is no synapse, a count is negative, or a mean delay is below one step.

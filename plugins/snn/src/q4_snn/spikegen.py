@@ -18,7 +18,7 @@ def _check(what: str, x: torch.Tensor, steps: int) -> None:
 
 
 def rate(x: torch.Tensor, steps: int, *, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return spikes that come in each step with probability x.
+    """Return spikes that occur in each step with probability x.
 
     Args:
         x: [...], floats from 0 to 1.

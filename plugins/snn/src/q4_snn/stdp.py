@@ -83,7 +83,7 @@ class STDP:
         return {**vars(self), "_generator": bytes(self._generator.get_state().tolist())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was pickled, and go on with the same random numbers."""
+        """Restore a pickled state, and continue with the same random numbers."""
         vars(self).update(state)
         self._generator = torch.Generator(self._weight.device)
         self._generator.set_state(torch.tensor([*state["_generator"]], dtype=torch.uint8))

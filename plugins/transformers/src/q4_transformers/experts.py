@@ -91,7 +91,7 @@ class Q4Experts(nn.Module):
                 self.get_submodule(holder).add_module(leaf, linear)
 
     def _take(self, experts: nn.Module) -> None:
-        """Take over all but the weights: biases, the activation with its numbers, and what else its gate asks for."""
+        """Copy all but the weights: biases, the activation with its numbers, and what else its gate needs."""
         plain = {name: value for name, value in vars(experts).items() if not name.startswith("_")}
         biases = {name: item for name, item in experts.named_parameters(recurse=False) if name.endswith("_bias")}
         for name, value in {**plain, **dict(experts.named_children()), **biases}.items():

@@ -227,7 +227,7 @@ def places_of_dense(
 
 
 def _dense_experts(model: Any, checkpoint: Checkpoint, names: Names, skipped: Collection[str]) -> dict[str, Place]:
-    """Give experts linear layers of their own, and return the place of each by its path."""
+    """Make linear layers for experts, and return the place of each by its path."""
     found: dict[str, tuple[str, int | None]] = {}
     infos: Mapping[str, Any] = checkpoint.dense.infos
     for key, info in infos.items():

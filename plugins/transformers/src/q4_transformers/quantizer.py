@@ -130,7 +130,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         return all(torch.device(place).type == "cpu" for place in places)
 
     def _read_facts(self, checkpoint: Checkpoint) -> None:
-        """Keep what saving needs to know: the dialects, and the checkpoint's own entry of config.json."""
+        """Store what saving needs: the dialects, and the checkpoint's own entry of config.json."""
         self.dialects = checkpoint.schema.dialects
         folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
         is_stated = self.dialects and self.quantization_config.gguf is None

@@ -86,7 +86,7 @@ def block_size_for(config: Q4Config, columns: int) -> int | None:
 
 @functools.cache
 def _unquantisable(format_: str, block_size: int | None, columns: int) -> str | None:
-    """Return why a row of some length has no form in a format, in the codec's own words, or None."""
+    """Return why a row of some length has no form in a format, by the codec's message, or None."""
     try:
         with torch.device("cpu"):  # models are built under the meta device
             q4.quantize(torch.zeros(1, columns), format_, block_size=block_size)

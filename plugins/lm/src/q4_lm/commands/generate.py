@@ -125,7 +125,7 @@ def generate(  # noqa: PLR0913  # one argument per option
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a model answer, and show what it cost and which backends ran."""
+    """Generate an answer, and show its cost and the backends that ran."""
     path = find_model(file)
     config = config_of(device, backend, compute_path, precision, dtype)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

@@ -108,7 +108,7 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
     def _room(self, tokens: list[int]) -> tuple[KVCache, list[int]]:
-        """Return a cache with room for an answer, and the tokens that it has not seen."""
+        """Return a cache with space for an answer, and the tokens that it does not hold."""
         decoder = self.model.decoder
         limit = decoder.config.max_position_embeddings
         wanted = len(tokens) + self.max_tokens

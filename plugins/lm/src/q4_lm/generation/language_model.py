@@ -129,7 +129,7 @@ class LanguageModel:
         return self.tokenizer.encode(text, add_bos=False)
 
     def close(self) -> None:
-        """Give every prepared byte back."""
+        """Release all prepared memory."""
         self.session.close()
 
     def __enter__(self) -> LanguageModel:  # noqa: PYI034  # Self needs Python 3.11

@@ -29,7 +29,7 @@ class StopReason(enum.Enum):
     STOP_TOKEN = "stop_token"  # noqa: S105  # not a password
     """The model gave a token that ends a text."""
     STOP_STRING = "stop_string"
-    """A text came that was asked to end it."""
+    """A text appeared that was given to end it."""
     MAX_TOKENS = "max_tokens"
     """As many tokens as asked for."""
     CONTEXT_FULL = "context_full"
@@ -102,7 +102,7 @@ class Generation:
         return logits
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the new tokens as they come."""
+        """Yield the new tokens one by one."""
         cache = self.cache
         if cache is None or self.stop_reason is not None or self.tokens:
             raise InputError("generation", name="iteration", rule="done once", value=self.stop_reason)

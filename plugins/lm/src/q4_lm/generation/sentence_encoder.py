@@ -122,7 +122,7 @@ class SentenceEncoder:
         raise InputError("SentenceEncoder", name="prompt", rule=rule, value=name, hint=hint)
 
     def close(self) -> None:
-        """Give every prepared byte back."""
+        """Release all prepared memory."""
         self.session.close()
 
     def __enter__(self) -> SentenceEncoder:  # noqa: PYI034  # Self needs Python 3.11

@@ -26,7 +26,7 @@ __all__ = ["Architecture", "architectures", "build_decoder", "config_from_gguf",
 
 
 def _nothing(*_: object) -> None:
-    """Leave a decoder as it is."""
+    """Change nothing in a decoder."""
 
 
 @attrs.frozen

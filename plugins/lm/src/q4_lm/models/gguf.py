@@ -246,7 +246,7 @@ def _names(config: TransformerConfig, kind: str) -> Names:
 
 
 def _finish(decoder: TransformerDecoder, checkpoint: Checkpoint, metadata: Metadata) -> None:
-    """Take the divisors of the rotary frequencies, where the file has them (Llama 3)."""
+    """Load the divisors of the rotary frequencies, where the file has them (Llama 3)."""
     if _FACTORS in checkpoint.dense:
         decoder.divide_frequencies(_factors(checkpoint, metadata, _FACTORS, decoder.config.rope_dim))
 

@@ -258,7 +258,7 @@ def config_to_hf(config: TransformerConfig, model_type: str = "llama") -> dict[s
 
 def _alike(one: object, other: object) -> bool:
     if isinstance(one, RopeScaling) and isinstance(other, RopeScaling) and one.kind in {"default", "linear"}:
-        return (one.kind, one.factor) == (other.kind, other.factor)  # which go by nothing else
+        return (one.kind, one.factor) == (other.kind, other.factor)  # which have no other options
     if isinstance(one, float) and isinstance(other, (int, float)):
         return abs(one - other) <= 1e-12 * abs(one)
     return one == other

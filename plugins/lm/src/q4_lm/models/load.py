@@ -114,13 +114,13 @@ class _Loader:
         return self._part(name, module.out_features, module.in_features, biased=module.bias is not None)
 
     def _own(self, name: str, module: nn.Module) -> None:
-        """Take a norm's parameters."""
+        """Load a norm's parameters."""
         for own, parameter in list(module.named_parameters(recurse=False)):
             tensor = self._dense(f"{name}.{own}", tuple(parameter.shape))
             setattr(module, own, nn.Parameter(tensor, requires_grad=False))
 
     def _embed(self, name: str, module: nn.Embedding) -> None:
-        """Take an embedding, and with it the head that is the same."""
+        """Load an embedding, and with it the head that is the same."""
         part = self._part(name, module.num_embeddings, module.embedding_dim, biased=False)
         is_head = self._is_tied and name == "embed_tokens"
         if isinstance(part.weight, PackedWeight):
@@ -134,7 +134,7 @@ class _Loader:
             self._model.lm_head.weight = module.weight
 
     def _fused(self) -> dict[str, Part]:
-        """Take the matrices that hold the rows of several layers, and return each layer's."""
+        """Load the matrices that hold the rows of several layers, and return each layer's."""
         parts = {}
         for ours, theirs in list(self._left.items()):
             inner = self._names.fused(ours.removesuffix(".weight"))
@@ -179,7 +179,7 @@ class _Loader:
         return tensor.to(self._device, self._dtype, copy=True)
 
     def _part(self, ours: str, out_features: int, in_features: int, *, biased: bool) -> Part:
-        """Take a matrix out of the file, and its bias where the model has one."""
+        """Load a matrix from the file, and its bias where the model has one."""
         shape = (out_features, in_features)
         bias = self._dense(f"{ours}.bias", (out_features,)) if biased else None
         name = self._left.pop(ours, None)

@@ -37,7 +37,7 @@ def _embedding(rows: int, config: TransformerConfig) -> nn.Embedding:
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a feed-forward part, each with its norms, each added to what came in.
+    """Attention and a feed-forward part, each with its norms, each added to its input.
 
     Parts: ``self_attn``, ``mlp``, and the norms that ``norm_position`` asks for: ``input_layernorm`` and
     ``pre_feedforward_layernorm`` (before), ``post_attention_layernorm`` and ``post_feedforward_layernorm`` (after).
@@ -216,7 +216,7 @@ class TransformerDecoder(_Transformer):
         return self.config.tie_word_embeddings
 
     def tie(self) -> None:
-        """Let the head be the embedding, where the config says so and both have weights of their own."""
+        """Tie the head to the embedding, where the config says so and both have weights of their own."""
         if self.is_tied and isinstance(self.embed_tokens, nn.Embedding):
             self.lm_head.weight = self.embed_tokens.weight
 

@@ -172,7 +172,7 @@ class CachedModel:
 def opening(
     source: Path, config: q4.SessionConfig | None, cache: str | os.PathLike[str]
 ) -> Iterator[tuple[q4.Session, CachedModel | None]]:
-    """Give a session for a model of a source, and its cache if there is one; what fails inside closes the session."""
+    """Yield a session for a model of a source, and its cache if there is one; an error inside closes the session."""
     store, session = open_store(cache), q4.Session(config)
     try:
         yield session, None if store is None else CachedModel(store, source, session)
@@ -243,6 +243,6 @@ def _paused_collection() -> Iterator[None]:
 
 
 def _give_memory_back() -> None:
-    """Let glibc return what the header's JSON and the probes took and freed to the system."""
+    """Make glibc return to the system what the header's JSON and the probes allocated and freed."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

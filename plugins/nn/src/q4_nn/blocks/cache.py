@@ -89,7 +89,7 @@ class _Window:
         return held
 
     def advance(self, length: int) -> None:
-        """Keep what the next position sees, where a prompt did not fit."""
+        """Store what the next position sees, where a prompt did not fit."""
         if self._tail is not None:
             retained = self._tail.shape[3]
             self.entries[..., :retained, :] = self._tail
@@ -155,7 +155,7 @@ class KVCache:
         return {name: value for name, value in vars(self).items() if name not in _BOUND}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what was copied or pickled."""
+        """Restore the state of a copy or a pickle."""
         vars(self).update(state)
         self._bind()
 

@@ -264,7 +264,7 @@ class Q4Recurrent(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return y [rows, hidden] and the last state [1 or 2, B, hidden] of one cell.
 
-        Sequences are sorted by their lengths: those that go on at a position are the first ones.
+        Sequences are sorted by their lengths: those that continue at a position are the first ones.
         """
         taken = self.inputs[cell](_filled(x, self.inputs[cell])).split(sizes)
         now = tuple(state)

@@ -58,7 +58,7 @@ class Reach:
 
     Args:
         found: Reads of its children's weights, those of methods that no pass reaches at the end.
-        others: Names, or globs, of what is taken of other objects.
+        others: Names, or globs, of attributes of other objects.
     """
 
     found: tuple[Found, ...]
@@ -119,7 +119,7 @@ class _Search:
         self._seen: dict[object, list[Found]] = {}
 
     def take(self, text: str, *, are_properties: bool = True) -> None:
-        """Let the nearest definitions of a name, or of what fits a glob, be reached."""
+        """Mark the nearest definitions of a name, or of names that fit a glob, as reached."""
         for name in fnmatch.filter(self.methods, text) if "*" in text else [text]:
             for method in self.methods.get(name, ())[:1]:
                 if are_properties or not method.is_property:

@@ -70,10 +70,10 @@ class Scan:
     Args:
         found: Its reads.
         calls: What it calls with modules.
-        own: Names, or globs, of what it takes of the module itself.
-        passed: Those that it takes without calling them.
-        inherited: The class, or ``SUPER``, and the name of what it takes of a base class.
-        others: Names, or globs, of what it takes of children, and of methods that it calls on other objects.
+        own: Names, or globs, of attributes that it reads of the module itself.
+        passed: Those that it reads without calling them.
+        inherited: The class, or ``SUPER``, and the name of an attribute of a base class.
+        others: Names, or globs, of attributes of children, and of methods that it calls on other objects.
     """
 
     found: tuple[Found, ...] = ()
@@ -184,7 +184,7 @@ class _Visitor(ast.NodeVisitor):
         self._changed(node.target)
 
     def _changed(self, target: ast.AST) -> None:
-        """Note what an assignment changes: ``x.weight[…]``, ``x.weight.data`` or ``x.weight``."""
+        """Record what an assignment changes: ``x.weight[…]``, ``x.weight.data`` or ``x.weight``."""
         while isinstance(target, ast.Subscript):
             target = target.value
         for layer in filter(None, map(layer_of, self.locals.paths(target))):
@@ -257,7 +257,7 @@ class _Visitor(ast.NodeVisitor):
             self.visit(item)
 
     def _note_call(self, node: ast.Call) -> None:
-        """Note a call that is given modules."""
+        """Record a call that is given modules."""
         given = tuple(map(self.locals.paths, node.args))
         named = tuple((item.arg, self.locals.paths(item.value)) for item in node.keywords if item.arg is not None)
         if not any(given) and not any(paths for _, paths in named):
@@ -271,7 +271,7 @@ class _Visitor(ast.NodeVisitor):
                 self.calls.append(Call("self" if paths else receiver, node.func.attr, given, named, self.conditions))
 
     def _take_by_text(self, owner: ast.expr, name: ast.expr, *, is_change: bool) -> None:
-        """Note what ``getattr`` and ``setattr`` take: a weight, a module, or a method."""
+        """Record what ``getattr`` and ``setattr`` access: a weight, a module, or a method."""
         for path in self.locals.paths(owner):
             for text in self.locals.texts_of(name):
                 if fnmatch.fnmatchcase("weight", text):
@@ -285,7 +285,7 @@ class _Visitor(ast.NodeVisitor):
         self._take(node, is_called=False)
 
     def _take(self, node: ast.Attribute, *, is_called: bool) -> None:
-        """Note what is taken of a module, of its weight, or of another object."""
+        """Record an attribute of a module, of its weight, or of another object."""
         owners, is_weight = self.locals.paths(node.value), False
         for path in owners:
             if layer_of(path) is None:

@@ -194,7 +194,7 @@ def _features_shape(shape: Shape, *, hidden_size: int, **_: Any) -> Shape:
 
 
 def tokens_shape(shape: Shape, *, hidden_size: int, **_: Any) -> Shape:
-    """Return the shape of tokens' features as it came, for a layer that takes [positions, hidden_size]."""
+    """Return the shape of tokens' features unchanged, for a layer that takes [positions, hidden_size]."""
     if len(shape) != 2 or shape[-1] != hidden_size:  # noqa: PLR2004  # positions and features
         raise ValueError(f"of shape [positions, {hidden_size}], as hidden_size says")
     return shape

@@ -21,7 +21,7 @@ _MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def initialise_(model: _Module, rule: str = "normal", *, std: float = 0.02) -> _Module:
-    """Give the matrices and embeddings of a network random values, and return it; biases become zero.
+    """Fill the matrices and embeddings of a network with random values, and return it; biases become zero.
 
     Recurrent cells keep torch's own rule, and norms are untouched. ``torch.manual_seed`` makes it repeatable.
 

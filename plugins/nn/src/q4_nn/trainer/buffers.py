@@ -26,7 +26,7 @@ def copy_buffers(model: nn.Module) -> Copies:
 
 @torch.no_grad()
 def restore_buffers(copies: Copies) -> None:
-    """Give every buffer the numbers that it had when it was copied."""
+    """Restore every buffer from its copy."""
     for module, name, buffer, numbers in copies:
         buffer.copy_(numbers)
         module._buffers[name] = buffer  # noqa: SLF001  # a forward pass may have set another tensor

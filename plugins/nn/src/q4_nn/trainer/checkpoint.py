@@ -69,7 +69,7 @@ def _generators(loader: Any) -> dict[str, torch.Generator]:
 
 
 def gather_states(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of each part (name → what has ``state_dict``), tensors that processes share out made whole.
+    """Return the state of each part (name → what has ``state_dict``), tensors sharded over processes gathered.
 
     Every process of a group calls it, since each holds a piece.
     """
@@ -83,7 +83,7 @@ def _whole(value: Any) -> Any:
 
 
 def _share_out(name: str, part: Any, state: Any) -> Any:
-    """Return a state whose whole tensors are shared out as those of the part are."""
+    """Return a state whose tensors are sharded as those of the part are."""
     if name == "model":
         own = part.state_dict()
         return {key: _shared_as(own[key], value) for key, value in state.items()}

@@ -33,7 +33,7 @@ class LayerCost:
         backward_calls: How often gradients came to its first result.
         backward_seconds: Wall-clock seconds from there to its input's gradients, where these are asked for.
         output_bytes: Of all its results.
-        new_tensors: How many of these were no view of what it was given.
+        new_tensors: Number of these that were no view of an input.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Costs:
         return text.getvalue()
 
     def close(self) -> None:
-        """Take the hooks away; the numbers stay."""
+        """Remove the hooks; the numbers stay."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -105,7 +105,7 @@ class Costs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self.close()
 
 

@@ -50,7 +50,7 @@ class Trainer:
     A batch is a tuple: the model's arguments, then the target. With ``step`` it is any object that ``step`` takes.
 
     Args:
-        model: The module; for several processes wrapped in ``DistributedDataParallel`` or shared out by
+        model: The module; for several processes wrapped in ``DistributedDataParallel`` or sharded by
             ``fully_shard``. All of them read the checkpoint, so each needs access to it.
         optimizer: Over the model's parameters.
         loss: Takes the model's result and the target, and returns the mean loss of a batch.
@@ -147,7 +147,7 @@ class Trainer:
         return self.state
 
     def _resume(self, loader: Any) -> dict[str, Any] | None:
-        """Take everything from the checkpoint; return the generators' states after the last batch of its epoch."""
+        """Load the checkpoint; return the generators' states after the last batch of its epoch."""
         found = load_states(self.checkpoint, self._parts(), loader)  # type: ignore[arg-type]  # fit looked
         self.state = State(**found["state"])
         self._epoch_random = found["epoch_random"]
@@ -212,7 +212,7 @@ class Trainer:
             raise InputError("Trainer", name="loader", rule=rule, value=done)
 
     def _end_epoch(self, loader: Any, updates: int) -> None:
-        """Count an epoch of so many updates, ask the callbacks, and keep everything."""
+        """Count an epoch of so many updates, call the callbacks, and write the checkpoint."""
         state = self.state
         state.epoch_losses.append(math.fsum(state.losses[-updates:]) / updates)
         state.epoch += 1

@@ -55,15 +55,15 @@ class EarlyStop:
     bad_epochs: int = attrs.field(default=0, init=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state that a checkpoint stores."""
         return {"best": self.best, "bad_epochs": self.bad_epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.best, self.bad_epochs = state["best"], state["bad_epochs"]
 
     def on_epoch(self, state: State) -> None:
-        """Look at an epoch's result."""
+        """Compare an epoch's result with the best one."""
         value = state.epoch_losses[-1] if self.measure is None else self.measure()
         if value < self.best - self.at_least:
             self.best, self.bad_epochs = value, 0

@@ -168,7 +168,7 @@ def to_ste_(
     *,
     skip: Sequence[str] | Callable[[str, Any], bool] = (),
 ) -> ConversionTable:
-    """Let the linear, convolution and recurrent layers of a model train with four-bit weights, in place.
+    """Make the linear, convolution and recurrent layers of a model train with four-bit weights, in place.
 
     The layers keep their parameters, so that an existing optimizer stays valid, and shared weights stay shared.
     A layer stays as it is, with the reason in the table, where more would be lost: hooks, a forward of its own,

@@ -102,7 +102,7 @@ def _at(model: nn.Module, name: str) -> nn.Module | None:
 def _reasons_against(candidate: Candidate) -> Iterator[str]:
     """Yield why a layer can't be packed without a loss."""
     if not isinstance(candidate.layer, _KINDS):
-        yield "it did not train in four bits: to_ste_ lets it, and convert_linears_ packs linear layers as they are"
+        yield "it did not train in four bits: to_ste_ enables it, and convert_linears_ packs linear layers as they are"
         return
     if not isinstance(candidate.layer, STERecurrent):
         yield from reasons_against(attrs.evolve(candidate, read=None), None)  # a read was of the master, to train it

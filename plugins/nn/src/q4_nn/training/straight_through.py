@@ -27,7 +27,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keep nothing: the identity's backward needs nothing."""
+        """Save nothing: the identity's backward needs nothing."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -143,7 +143,7 @@ def _cached(master: torch.Tensor, kind: Format) -> torch.Tensor:
 
 
 def clear_eval_cache() -> None:
-    """Give back every weight that the eval cache holds."""
+    """Release every weight that the eval cache holds."""
     _cache.clear()
 
 
