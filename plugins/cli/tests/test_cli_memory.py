@@ -1,4 +1,4 @@
-"""How much memory and time ``q4 inspect`` takes for large checkpoints, in processes of their own."""
+"""Memory and time of ``q4 inspect`` for large checkpoints, in processes of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the command's answers are shown: tables, names, numbers, JSON."""
+"""Presentation of the command's answers: tables, names, numbers, JSON."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def main() -> int:
     # Nothing here needs NumPy, of whose absence torch warns. Programs that import q4core see the warning.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_default:  # while torch loads there is nothing to unwind, and a traceback would help nobody
+    if is_default:  # while torch loads there is nothing to unwind, and a traceback would not help
         signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
     from q4_cli.app import run  # noqa: PLC0415  # loads torch, after the lines above
 

@@ -41,9 +41,7 @@ def bench(  # noqa: PLR0913  # one argument per option
     layer: Annotated[str | None, typer.Option("--layer", metavar="NAME", help="Only this layer of FILE.")] = None,
     m: Annotated[str, typer.Option("--m", metavar="LIST", help="Rows of x, with commas between.")] = "1,8,64",
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="For each measurement.")] = 1.0,
-    warm: Annotated[
-        bool, typer.Option("--warm", help="Let caches hold the weight; else it comes from memory.")
-    ] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="Read the weight from caches, not from memory.")] = False,
     device: options.Device = None,
     backend: options.Backend = None,
     compute_path: options.ComputePath = None,

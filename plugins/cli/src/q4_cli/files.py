@@ -127,7 +127,7 @@ class Target:
 
 
 def _companions(home: Path) -> list[Path]:
-    """Return a model folder's tokenizer and other small files; weights and config.json are written anew."""
+    """Return a model folder's tokenizer and other small files; weights and config.json are written separately."""
     if not (home / "config.json").is_file():
         return []
     return [

@@ -56,7 +56,7 @@ __all__ = [
 _PIPE_WIDTH = 1 << 14
 """Columns when the output is no terminal: nothing is cut, so that grep finds whole names."""
 _MOST_ROWS = 2000
-"""For so many rows rich takes about a second."""
+"""Rows of a table at most; rich takes about a second for them."""
 _MOST_LINES = 20
 _INSTEAD = "pack the original weights by `q4 quantize`, or take a file in a format that `q4 doctor` lists"
 _LEAST_NAME = 16
