@@ -17,7 +17,7 @@ OURS, PEER, YARDSTICK = "ours", "peer", "yardstick"
 
 
 class WrongAnswerError(RuntimeError):
-    """What is timed computes something else, so its speed says nothing."""
+    """What is timed computes something else, so its speed is meaningless."""
 
 
 @attrs.frozen

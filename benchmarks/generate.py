@@ -88,7 +88,7 @@ def measure(rounds: int) -> dict[str, Any]:
     for name, cosine in agreement.items():
         if not cosine >= _LEAST_COSINE:
             raise SystemExit(
-                f"{name}: logits at a cosine of {cosine:.4f} to those of {EXACT}, so its speed says nothing"
+                f"{name}: logits at a cosine of {cosine:.4f} to those of {EXACT}, so its speed is meaningless"
             )
     cores = max(2, torch.get_num_threads())
     return {
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     """Measure, write ``generate-<isa>.json`` and its picture, and print tokens per second and verdicts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks generate", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds, for development")
-    parser.add_argument("--from", metavar="FILE", dest="file", help="draw a result anew; measure nothing")
+    parser.add_argument("--from", metavar="FILE", dest="file", help="draw a stored result again; measure nothing")
     options = parser.parse_args(arguments)
     if options.file is not None:
         written = Path(options.file)

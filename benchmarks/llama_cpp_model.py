@@ -62,7 +62,7 @@ class LlamaModel:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)  # noqa: FBT003  # a C function
 
     def generate(self, prompt: Sequence[int], steps: int, threads: int) -> tuple[float, float]:
-        """Return the seconds of the prompt, and those of so many greedy steps after the first token."""
+        """Return the seconds of the prompt, and those of some greedy steps after the first token."""
         self._library.llama_set_n_threads(self._context, threads, threads)
         self._clear()
         started = time.perf_counter()

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     """Measure, write ``overhead.json`` and ``overhead.png``, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks overhead", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds, for development")
-    parser.add_argument("--from", metavar="FILE", dest="file", help="draw a result anew; measure nothing")
+    parser.add_argument("--from", metavar="FILE", dest="file", help="draw a stored result again; measure nothing")
     options = parser.parse_args(arguments)
     if options.file is not None:
         written = Path(options.file)

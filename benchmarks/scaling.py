@@ -178,7 +178,7 @@ def model(cost: dict[str, Any], events_per_s: float) -> dict[str, float]:
 
 
 def on_ray(plan: Plan, nodes: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return rows of so many raylets, and the costs of an actor on the last of them."""
+    """Return rows of a cluster of raylets, and the costs of an actor on the last of them."""
     import ray  # noqa: PLC0415  # not everywhere
     from ray.cluster_utils import Cluster  # noqa: PLC0415  # as above
 

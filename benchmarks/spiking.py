@@ -65,7 +65,7 @@ def _makers(weight: torch.Tensor) -> tuple[dict[str, Run], dict[str, str], dict[
 
 
 def _speed(seconds: Sequence[float], steps: int, spikes: float, events: float) -> dict[str, Any]:
-    """Return the speeds of a run of so many steps, from its samples."""
+    """Return the speeds of a run, from its samples."""
     median = statistics.median(seconds)
     return {
         "us_per_step": record.summary([second / steps * 1e6 for second in seconds]),

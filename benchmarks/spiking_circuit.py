@@ -32,7 +32,7 @@ _DRIVE, _DRIVE_SPREAD, _INHIBITION = 1.2, 0.05, 8.0
 
 
 def join(neurons: int) -> SparseProjection:
-    """Return the synapses of a circuit of so many neurons; the same ones each time."""
+    """Return the synapses of a circuit of some neurons; the same ones each time."""
     sizes = [neurons - neurons // 5, neurons // 5]
     counts = torch.tensor([[int(CONNECTED * target * source) for source in sizes] for target in sizes])
     strength = 0.3 * (CONNECTED * sizes[0]) ** -0.5  # so that what arrives varies as much in each size

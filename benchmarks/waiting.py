@@ -2,7 +2,7 @@
 
 Each run is a process of its own. The two ways take turns, in pairs whose order alternates, on the machine as it is
 and with one spinning process per core. Then runs of one thread alone take turns with runs of all threads next to one
-spinning process. The load averages show how calm the machine was by itself.
+spinning process. The load averages show the other load of the machine.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Population:
 
 
 class Worker(Actor):
-    """Advances its populations from wherever their states are."""
+    """Advances its populations from the step of their states."""
 
     def __init__(self, names: tuple[str, ...], plan: Plan, masters: Tensors, states: States) -> None:
         self.populations = [Population(name, masters, states, plan.side) for name in names]

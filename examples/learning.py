@@ -32,7 +32,7 @@ def byte_loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 
 
 def loss_over(model: nn.Module, numbers: torch.Tensor, length: int, most: int = 256) -> float:
-    """Return a model's loss over a text in at most so many pieces of a length."""
+    """Return a model's loss over a text in at most ``most`` pieces of a length."""
     count = min((len(numbers) - 1) // length, most)
     pieces = numbers[: count * length].view(count, length)
     following = numbers[1 : count * length + 1].view(count, length)

@@ -31,7 +31,7 @@ BATCH = 64
 
 
 class FourBitNetwork(nn.Module):
-    """64 pixels → 128 → 10 digits; the masters belong to this module, and to nobody else."""
+    """64 pixels → 128 → 10 digits; the masters belong to this module alone."""
 
     def __init__(self, format_: str) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks cpu", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one shape and few samples, for development")
     parser.add_argument("--only", metavar="WHAT", help="ours, peers, or a part of the names that are measured")
-    parser.add_argument("--from", metavar="FILE", dest="file", help="judge and draw a result anew; measure nothing")
+    parser.add_argument("--from", metavar="FILE", dest="file", help="judge and draw a stored result again")
     return parser.parse_args(arguments)
 
 

@@ -81,7 +81,7 @@ def _bars(axes: Axes, stage: dict[str, Any]) -> None:
 
 
 def draw(result: dict[str, Any], threads: int, path: Path) -> Path | None:
-    """Draw one panel for each shape, None where nothing was measured with so many threads.
+    """Draw one panel for each shape, None where nothing was measured with that number of threads.
 
     Args:
         result: What the result file holds.

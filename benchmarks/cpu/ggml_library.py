@@ -110,7 +110,7 @@ class GgmlLibrary:
 
     @functools.cache  # noqa: B019  # one for the process
     def backend(self, threads: int) -> int:
-        """Return the CPU backend that runs on so many threads."""
+        """Return the CPU backend for a number of threads."""
         made: int = self.ggml_backend_cpu_init()
         self.ggml_backend_cpu_set_n_threads(made, threads)
         return made

@@ -105,7 +105,7 @@ def measure(tables: tuple[Table, ...], place: Place, budget: Budget, deadline: D
 
 
 def _may_run(path: q4.KernelPath, rows: int) -> bool:
-    """Say whether a path is measured alone with that many rows: where it is offered; a dense one anywhere.
+    """Return whether a path is measured alone with some rows: where it is offered; a dense one anywhere.
 
     Below its rows a dense path shows where it begins to win. A kernel beyond its own may read where it must not.
     """

@@ -6,7 +6,7 @@ Alone: one read and one update of 64 numbers, from Python, in one process: the l
 Together: one writer and four readers, each a process. A reader sums the tensor, in a ``read()`` block or under a lock;
 an update is one addition, or one step of leaky integrate-and-fire neurons. Either may also compute for a while inside
 its block; the writer may rest between updates. In "taking alone" a reader only takes the tensor, since a sum costs
-more than that. Kinds take turns, so that other load of the machine affects all alike.
+more than that. Kinds take turns, so that other load of the machine affects all equally.
 """
 
 from __future__ import annotations

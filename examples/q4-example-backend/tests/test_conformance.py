@@ -1,4 +1,4 @@
-"""Certifies the backend: one test for each case of the contract."""
+"""Certification of the backend: one test for each case of the contract."""
 
 import pytest
 
