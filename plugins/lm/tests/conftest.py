@@ -146,9 +146,9 @@ def write_llama(tmp_path: Path) -> Any:
     return lambda **changes: write_tiny_llama(tmp_path / "changed.gguf", **changes)
 
 
-@pytest.fixture(name="told")
-def told_fixture() -> Iterator[Any]:
-    """Return a function that gives the states that the cache's events told; every warning may be given again."""
+@pytest.fixture(name="cache_states")
+def cache_states_fixture() -> Iterator[Any]:
+    """Return a function that gives the states that the cache's events report; every warning may be given again."""
     forget_warnings()
     with heard("q4.cache") as events:
         yield lambda: [event["state"] for event in events]

@@ -58,7 +58,7 @@ def test_opening(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.soak
 def test_waiting(run: Callable[..., dict[str, Any]]) -> None:
-    """Both ways to wait are timed, alone and beside busy cores."""
+    """Both ways to wait are timed, alone and next to busy cores."""
     result = run(waiting, "--model", "MODEL")
     assert set(result["scenes"]) == {"without burners", "with burners"}
     assert result["one_busy_core"]["ratio"]["median"] > 0

@@ -140,7 +140,7 @@ def test_a_tied_head_is_the_embedding() -> None:
 
 
 def test_config_round_trip() -> None:
-    """A config told as plain values is the same config."""
+    """A config from its plain values is the same config."""
     for config in CONFIGS.values():
         assert TransformerConfig.from_dict(config.to_dict()) == config
     scaled = of("llama", rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_context=64))

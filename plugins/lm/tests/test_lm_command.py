@@ -54,7 +54,7 @@ def test_text_and_table(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_text_does_not_steer_the_terminal() -> None:
-    """Control characters of an answer are written out; line ends and tabs are kept."""
+    """Control characters of an answer are written out; line ends and tabs stay."""
     assert printable("a\x1b[2Jb\r\n\tü🙂\u202e") == "a\\x1b[2Jb\\r\n\tü🙂\\u202e"
 
 

@@ -115,8 +115,8 @@ def test_perplexity_against_a_plain_sum(tiny_llama: Path) -> None:
     with LanguageModel.open(tiny_llama, CONFIG) as model, torch.inference_mode():
         numbers = model.tokenizer.encode(text)[:40]
         text = model.tokenizer.decode(numbers)
-        told = model.decoder(torch.tensor([numbers]), model.decoder.make_cache(48))[0].double().log_softmax(-1)
-        expected = -sum(float(told[at, number]) for at, number in enumerate(numbers[1:])) / (len(numbers) - 1)
+        predicted = model.decoder(torch.tensor([numbers]), model.decoder.make_cache(48))[0].double().log_softmax(-1)
+        expected = -sum(float(predicted[at, number]) for at, number in enumerate(numbers[1:])) / (len(numbers) - 1)
         found = measure_perplexity(model, text, window=48, reference=model)
         assert found.tokens == len(numbers) - 1
         assert found.loss == pytest.approx(expected, rel=1e-9)
@@ -130,16 +130,16 @@ def test_perplexity_against_a_plain_sum(tiny_llama: Path) -> None:
 
 
 def test_commands(write_llama: Any, tmp_path: Path) -> None:
-    """``q4 chat`` answers each line; ``q4 perplexity`` tells loss and divergence; a file that is no text is named."""
+    """``q4 chat`` answers each line; ``q4 perplexity`` reports loss and divergence; a file that is no text is named."""
     path = write_llama(context=160)
     with LanguageModel.open(path, CONFIG) as model:
         talk = Conversation(model, max_tokens=4)
         answers = ["".join(talk.ask(question)) for question in ("in", "th")]
-    told = invoke("chat", str(path), "--precision", "exact", "--max-tokens", "4", given="in\nth\n")
-    assert told.exit_code == 0
-    assert len(told.stdout.splitlines()) >= sum(1 for answer in answers if answer)
-    told = invoke("chat", str(path), "--precision", "exact", "--max-tokens", "4", "--json", given="in\nth\n")
-    assert json.loads(told.stdout) == {"file": str(path), "messages": talk.messages}
+    result = invoke("chat", str(path), "--precision", "exact", "--max-tokens", "4", given="in\nth\n")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) >= sum(1 for answer in answers if answer)
+    result = invoke("chat", str(path), "--precision", "exact", "--max-tokens", "4", "--json", given="in\nth\n")
+    assert json.loads(result.stdout) == {"file": str(path), "messages": talk.messages}
     text = tmp_path / "text.txt"
     text.write_text("the thing in a thing " * 3, encoding="utf-8")
     shown = invoke("perplexity", str(path), str(text), "--against", "exact").stdout  # by a window of 160, not 512

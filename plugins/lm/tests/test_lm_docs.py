@@ -23,7 +23,7 @@ def programs(page: str) -> list[str]:
 
 
 def run(program: str, folder: Path) -> dict[str, Any]:
-    """Run a program as it stands, and return what it defines."""
+    """Run a program unchanged, and return what it defines."""
     file = folder / "program.py"
     file.write_text(program, encoding="utf-8")
     return runpy.run_path(str(file))
@@ -31,13 +31,13 @@ def run(program: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", range(4))
 def test_programs_run(number: int, tmp_path: Path) -> None:
-    """Each program of docs/networks.md runs as it stands."""
+    """Each program of docs/networks.md runs unchanged."""
     assert len(programs("networks.md")) == 4
     run(programs("networks.md")[number], tmp_path)
 
 
 def test_the_functions_of_training_run(tmp_path: Path) -> None:
-    """The program of docs/training.md runs as it stands, and its dense weights are those of the packed weight."""
+    """The program of docs/training.md runs unchanged, and its dense weights are those of the packed weight."""
     (program,) = programs("training.md")
     defined = run(program, tmp_path)
     assert defined["y"].shape == (8, 128)
@@ -52,7 +52,7 @@ def test_a_model_from_a_file(write_llama: Any, tmp_path: Path, monkeypatch: pyte
     assert len(run(program, tmp_path)["rows"]) == 2
 
 
-def test_the_layer_type_is_certified_as_told(tmp_path: Path) -> None:
+def test_the_layer_type_is_certified_as_described(tmp_path: Path) -> None:
     """The layer type of docs/add-a-layer-type.md passes every case of its profile."""
     defined = run("\n".join(programs("add-a-layer-type.md")), tmp_path)
     (kind,) = defined["q4_layers"]()

@@ -1,4 +1,4 @@
-"""GGUF files of other families than Llama: the config that their metadata tells, and the numbers that they give."""
+"""GGUF files of other families than Llama: the configs of their metadata, and their numbers."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ PARTS = {
 def write(path: Path, arch: str, **changes: Any) -> Any:
     """Write a random decoder as a family's GGUF file, with a vocabulary of pieces, and return the decoder."""
     torch.manual_seed(0)
-    told = {**SIZES, **FAMILIES.get(arch, FAMILIES["qwen3"])}
-    decoder: Any = build_transformer(config_from_hf(told)).eval()
+    facts = {**SIZES, **FAMILIES.get(arch, FAMILIES["qwen3"])}
+    decoder: Any = build_transformer(config_from_hf(facts)).eval()
     writer = gguf.GGUFWriter(path, arch)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"<{number}>" for number in range(40)])
@@ -75,10 +75,10 @@ def write(path: Path, arch: str, **changes: Any) -> Any:
     writer.add_key_length(32)
     writer.add_value_length(32)
     writer.add_layer_norm_rms_eps(SIZES["rms_norm_eps"])
-    writer.add_rope_freq_base(told.get("rope_theta", 1e4))
-    writer.add_rope_dimension_count(int(32 * told.get("partial_rotary_factor", 1)))
-    if "sliding_window" in told:
-        writer.add_sliding_window(told["sliding_window"])
+    writer.add_rope_freq_base(facts.get("rope_theta", 1e4))
+    writer.add_rope_dimension_count(int(32 * facts.get("partial_rotary_factor", 1)))
+    if "sliding_window" in facts:
+        writer.add_sliding_window(facts["sliding_window"])
     for key, value in changes.items():
         writer.add_float32(f"{arch}.{key}", value)
     state = dict(decoder.state_dict())
@@ -123,10 +123,10 @@ def test_family(arch: str, tmp_path: Path) -> None:
 
 def test_a_config_from_a_folder(tmp_path: Path) -> None:
     """A folder's config is that of its values, goes back to such, and is an error where there is none."""
-    told = {**SIZES, **FAMILIES["qwen3"]}
-    (tmp_path / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    facts = {**SIZES, **FAMILIES["qwen3"]}
+    (tmp_path / "config.json").write_text(json.dumps(facts), encoding="utf-8")
     config = config_from_hf(tmp_path)
-    assert config == config_from_hf(told)
+    assert config == config_from_hf(facts)
     assert config_from_hf(config_to_hf(config, "qwen3")) == config
     with pytest.raises(q4.CheckpointError, match=r"config\.json"):
         config_from_hf(tmp_path / "nothing")

@@ -84,12 +84,12 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TransformerC
     """Return what reads the config of a kind's small file, with other metadata."""
     files: dict[str, Path] = {}
 
-    def config(kind: str, **told: Any) -> TransformerConfig:
+    def config(kind: str, **facts: Any) -> TransformerConfig:
         if kind not in files:
             files[kind] = tmp_path_factory.mktemp(kind) / "model.gguf"
             families.write(files[kind], kind)
         with q4.open(files[kind]) as checkpoint:
-            values = {**checkpoint.metadata, **{f"{kind}.{name}": value for name, value in told.items()}}
+            values = {**checkpoint.metadata, **{f"{kind}.{name}": value for name, value in facts.items()}}
             return KINDS[kind].config(checkpoint, Metadata(values, str(files[kind])))
 
     return config
@@ -99,20 +99,20 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TransformerC
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_key(kind: str, base: str, read: Callable[..., TransformerConfig]) -> None:
     """A key is read, so that the config differs, or refused by name; none is passed over but those without effect."""
-    told, unused = BASES[base]
-    plain = read(kind, **told)
+    facts, unused = BASES[base]
+    plain = read(kind, **facts)
     unused = unused if plain.sliding_layers else unused | OF_WINDOWS
     served, passed_over = set(), []
     nameless: list[Any] = []
     for key in keys():
         for value in VALUES:
             try:
-                found = read(kind, **{**told, key: value})
+                found = read(kind, **{**facts, key: value})
             except q4.CheckpointError as error:
                 nameless += [] if str(error.name).startswith("metadata ") else [(key, value)]
                 continue
             served.add(key)
-            if key not in {*unused, *IDLE} and found == plain and value != PLAIN.get(key, told.get(key)):
+            if key not in {*unused, *IDLE} and found == plain and value != PLAIN.get(key, facts.get(key)):
                 passed_over.append((key, value))
     assert (passed_over, nameless) == ([], [])
     assert served >= {"attention.layer_norm_rms_epsilon", "block_count", "rope.freq_base", *unused, *IDLE}
@@ -181,25 +181,25 @@ HEADS = {"attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5}
 LONG = {"rope_factors_long.weight": torch.full((4,), 2.0), "rope_factors_short.weight": torch.ones(4)}
 
 
-def phi3(tensors: dict[str, torch.Tensor], **told: Any) -> TransformerConfig:
+def phi3(tensors: dict[str, torch.Tensor], **facts: Any) -> TransformerConfig:
     """Return the config of a Phi-3 of these tensors."""
-    values = {f"phi3.{name}": value for name, value in {**SIZES, **HEADS, **told}.items()}
+    values = {f"phi3.{name}": value for name, value in {**SIZES, **HEADS, **facts}.items()}
     file: Any = Tensors(**tensors)
     return KINDS["phi3"].config(file, Metadata(values, "phi3.gguf"))
 
 
 def test_long_rope() -> None:
     """Both factors make LongRoPE, with or without its type; its amplitude is 1 where none is said."""
-    for told in ({}, {"rope.scaling.type": "longrope"}):
-        scaling = phi3(LONG, **told, **{"rope.scaling.original_context_length": 16}).rope_scaling
+    for facts in ({}, {"rope.scaling.type": "longrope"}):
+        scaling = phi3(LONG, **facts, **{"rope.scaling.original_context_length": 16}).rope_scaling
         assert (scaling.kind, scaling.factor, scaling.amplitude()) == ("longrope", 4.0, 1.0)
         assert (scaling.short_factor, scaling.long_factor) == ((1.0,) * 4, (2.0,) * 4)
 
 
 def test_long_rope_of_no_type() -> None:
     """Where the type is none, a factor of linear scaling and YaRN's options change nothing of LongRoPE's factors."""
-    told = {"rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": 16.0}
-    assert phi3(LONG, **{"rope.scaling.type": "none"}, **told) == phi3(LONG)
+    facts = {"rope.scaling.factor": 4.0, "rope.scaling.yarn_beta_fast": 16.0}
+    assert phi3(LONG, **{"rope.scaling.type": "none"}, **facts) == phi3(LONG)
     assert phi3(LONG, **{"rope.scaling.factor": 1.0}) == phi3(LONG)
 
 
@@ -214,7 +214,7 @@ BROKEN: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_long_rope(case: str) -> None:
     """Half of LongRoPE, or LongRoPE with another scaling, is refused by what is wrong."""
-    names, told, name = BROKEN[case]
+    names, facts, name = BROKEN[case]
     with pytest.raises(q4.CheckpointError) as caught:
-        phi3({key: LONG[key] for key in names}, **told)
+        phi3({key: LONG[key] for key in names}, **facts)
     assert caught.value.name == name

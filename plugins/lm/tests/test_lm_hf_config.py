@@ -17,9 +17,9 @@ TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
 
 
-def read(kind: str, **told: Any) -> TransformerConfig:
+def read(kind: str, **facts: Any) -> TransformerConfig:
     """Return the config of a kind of model with small sizes."""
-    return config_from_hf({"model_type": kind, **TINY, "num_key_value_heads": 2, **told})
+    return config_from_hf({"model_type": kind, **TINY, "num_key_value_heads": 2, **facts})
 
 
 def test_absent_keys_have_the_kinds_own_defaults() -> None:
@@ -50,8 +50,8 @@ def test_a_key_that_a_kind_does_not_read_changes_nothing() -> None:
 
 def test_the_text_part_of_a_model() -> None:
     """A text part is of the kind that its model has; whether the head is tied the model says first."""
-    told = {"model_type": "gemma3", "tie_word_embeddings": False, "text_config": {**TINY, "num_key_value_heads": 2}}
-    config = config_from_hf(told)
+    facts = {"model_type": "gemma3", "tie_word_embeddings": False, "text_config": {**TINY, "num_key_value_heads": 2}}
+    config = config_from_hf(facts)
     assert config == read("gemma3_text", tie_word_embeddings=False)
 
 
@@ -78,15 +78,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
     """What is not legal, contradicts itself or is not computed is refused by its key."""
-    kind, told, key = REFUSED[case]
+    kind, facts, key = REFUSED[case]
     with pytest.raises(q4.CheckpointError) as caught:
-        read(kind, **told)
+        read(kind, **facts)
     assert caught.value.name == key
 
 
 def test_scalings_read_what_is_theirs() -> None:
     """A dynamic scaling counts from the model's context; only YaRN and LongRoPE have a factor of amplitude."""
-    told = {"factor": 2.0, "attention_factor": 0.5, "original_max_position_embeddings": 16}
-    assert RopeScaling.from_hf({"rope_type": "dynamic", **told}, 64).original_context == 64
-    assert RopeScaling.from_hf({"rope_type": "linear", **told}, 64).amplitude() == 1.0
-    assert RopeScaling.from_hf({"rope_type": "yarn", **told}, 64).amplitude() == 0.5
+    facts = {"factor": 2.0, "attention_factor": 0.5, "original_max_position_embeddings": 16}
+    assert RopeScaling.from_hf({"rope_type": "dynamic", **facts}, 64).original_context == 64
+    assert RopeScaling.from_hf({"rope_type": "linear", **facts}, 64).amplitude() == 1.0
+    assert RopeScaling.from_hf({"rope_type": "yarn", **facts}, 64).amplitude() == 0.5

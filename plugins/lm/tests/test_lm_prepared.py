@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("options", [{}, {"backend": "dequant-fallback"}, {"compute_dtype": "bfloat16"}])
 def test_a_cached_model_gives_the_same_bits(
-    write_llama: Any, tmp_path: Path, told: Any, options: dict[str, Any], *, tied: bool
+    write_llama: Any, tmp_path: Path, cache_states: Any, options: dict[str, Any], *, tied: bool
 ) -> None:
     """Logits, texts and the report are those of the first opening; dense parts, biases and joined layers among them."""
     path, cache = write_llama(tied=tied), tmp_path / "cache"
     plain = logits(path, "off", **options)
     assert torch.equal(logits(path, cache, **options), plain)
     if "backend" in options:  # which keeps views of the file, and so nothing of its own
-        assert told()[-1].startswith("not cached: layer")
+        assert cache_states()[-1].startswith("not cached: layer")
         assert not cache.exists()
         return
     assert torch.equal(logits(path, cache, **options), plain)
-    assert told() == ["written", "opened"]
+    assert cache_states() == ["written", "opened"]
     config = q4.SessionConfig(**options)
     with LanguageModel.open(path, config, cache="off") as one, LanguageModel.open(path, config, cache=cache) as two:
         for text in ("the thing <|im_start|> in <added> 12", "", "é🙂"):
@@ -53,7 +53,7 @@ def test_a_cached_model_gives_the_same_bits(
         assert [type(module) for module in one.decoder.modules()] == [type(module) for module in two.decoder.modules()]
 
 
-def test_the_source_is_not_read(write_llama: Any, tmp_path: Path, told: Any) -> None:
+def test_the_source_is_not_read(write_llama: Any, tmp_path: Path, cache_states: Any) -> None:
     """Weights that have changed under the same size, time, inode and first 256 KiB are never seen."""
     path, cache = write_llama(hidden=256, head_dim=64, feed_forward=768, layers=4), tmp_path / "cache"
     plain = logits(path, cache)
@@ -63,10 +63,10 @@ def test_the_source_is_not_read(write_llama: Any, tmp_path: Path, told: Any) -> 
         file.write(b"\xff" * (facts.st_size - (1 << 18)))
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     assert torch.equal(logits(path, cache), plain)
-    assert told() == ["written", "opened"]
+    assert cache_states() == ["written", "opened"]
 
 
-def test_the_vocabulary_is_built_when_it_is_needed(write_llama: Any, tmp_path: Path, told: Any) -> None:
+def test_the_vocabulary_is_built_when_it_is_needed(write_llama: Any, tmp_path: Path, cache_states: Any) -> None:
     """Opening checks the vocabulary's bytes and builds nothing of them; damaged ones are made anew."""
     path, cache = write_llama(), tmp_path / "cache"
     logits(path, cache)
@@ -78,7 +78,7 @@ def test_the_vocabulary_is_built_when_it_is_needed(write_llama: Any, tmp_path: P
     only_file(cache).write_bytes(data.replace(b'"pre": "', b'"pre": x'))
     with pytest.warns(CacheWarning, match="digest"):
         logits(path, cache)
-    assert told()[-1] == "written"
+    assert cache_states()[-1] == "written"
 
 
 def test_opening_leaves_the_garbage_collector_as_it_was(write_llama: Any, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_part_of_a_folder_that_cannot_be_read(
             assert torch.equal(logits(tmp_path / "folder", tmp_path / "cache"), first)
 
 
-def test_an_encoder_is_cached_too(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_is_cached_too(tmp_path: Path, cache_states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of ``save_model``'s with an encoder gives the same vectors from the cache; a decoder is refused."""
     from q4_lm.prepared import opening  # noqa: PLC0415  # whose reader is replaced
 
@@ -158,13 +158,13 @@ def test_an_encoder_is_cached_too(tmp_path: Path, told: Any, monkeypatch: pytest
             assert model.session.layers()
         for name in ("load_model", "tokenizer_from_hf"):
             monkeypatch.setattr(opening, name, lambda *_: pytest.fail("the files were read again"))
-    assert told() == ["written", "opened"]
+    assert cache_states() == ["written", "opened"]
     assert torch.equal(*found)
     with pytest.raises(q4.CheckpointError, match="of a decoder"):
         LanguageModel.open(tmp_path / "folder", cache=tmp_path / "cache")
 
 
-def test_off_means_off(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
+def test_off_means_off(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_states: Any) -> None:
     """``off`` as argument or as Q4_CACHE touches no folder; Q4_CACHE names one for ``auto``."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -172,7 +172,7 @@ def test_off_means_off(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
     logits(tiny_llama, "off")
     monkeypatch.setenv("Q4_CACHE", "off")
     logits(tiny_llama, "auto")
-    assert not told()
+    assert not cache_states()
     assert not any(tmp_path.iterdir())
     monkeypatch.setenv("Q4_CACHE", str(tmp_path / "named"))
     logits(tiny_llama, "auto")
@@ -205,8 +205,8 @@ def test_a_user_without_a_home_has_no_cache(tiny_llama: Path, monkeypatch: pytes
         LanguageModel.open(tiny_llama, cache="~/models")
 
 
-def test_unified_memory_is_not_kept(tiny_llama: Path, tmp_path: Path) -> None:
-    """What lies in memory of its own is no mapped file; nothing is written, and the reason stands there."""
+def test_unified_memory_is_not_cached(tiny_llama: Path, tmp_path: Path) -> None:
+    """Memory of a provider is no mapped file; nothing is written, and the state has the reason."""
     config = q4.SessionConfig(unified_memory="prefer_unified")
     with LanguageModel.open(tiny_llama, config, cache=tmp_path / "cache") as model:
         assert model.cached is not None

@@ -1,4 +1,4 @@
-"""Prepared files that don't fit any more are made anew, and told of once."""
+"""Stale prepared files: replacement, with one warning."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ SAID: dict[Any, str] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_does_not_fit_is_made_anew_and_told_once(write_llama: Any, tmp_path: Path, told: Any, change: Any) -> None:
+def test_what_does_not_fit_is_replaced_with_one_warning(
+    write_llama: Any, tmp_path: Path, cache_states: Any, change: Any
+) -> None:
     """A stale, truncated, foreign or damaged file costs one warning and a new file, and never an answer."""
     path, cache = write_llama(), tmp_path / "cache"
     plain = logits(path, cache)
@@ -109,19 +111,19 @@ def test_what_does_not_fit_is_made_anew_and_told_once(write_llama: Any, tmp_path
         assert torch.equal(logits(path, cache), plain)
     (warning,) = [item for item in caught if item.category is CacheWarning]
     assert SAID.get(change, "") in str(warning.message)
-    assert [state.partition(":")[0] for state in told()] == ["written", "not cached", "written"]
+    assert [state.partition(":")[0] for state in cache_states()] == ["written", "not cached", "written"]
     assert torch.equal(logits(path, cache), plain)
-    assert told()[-1] == "opened"
+    assert cache_states()[-1] == "opened"
 
 
-def test_a_folder_in_the_way_is_left_alone(write_llama: Any, tmp_path: Path, told: Any) -> None:
+def test_a_folder_in_the_way_is_left_alone(write_llama: Any, tmp_path: Path, cache_states: Any) -> None:
     """Where the file can't be put the model opens without it."""
     path, cache = write_llama(), tmp_path / "cache"
     plain = logits(path, cache)
     _folder(path, cache)
     with pytest.warns(CacheWarning):
         assert torch.equal(logits(path, cache), plain)
-    assert told()[-1].startswith("not cached: the file can't be written")
+    assert cache_states()[-1].startswith("not cached: the file can't be written")
 
 
 HEADERS: dict[str, Any] = {
@@ -133,18 +135,20 @@ HEADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", HEADERS)
-def test_a_header_of_somebody_else_is_made_anew(write_llama: Any, tmp_path: Path, told: Any, damage: str) -> None:
+def test_a_header_of_somebody_else_is_replaced(
+    write_llama: Any, tmp_path: Path, cache_states: Any, damage: str
+) -> None:
     """A header with the right digest that lacks what is needed is no reason to fail."""
     path, cache = write_llama(), tmp_path / "cache"
     plain = logits(path, cache)
     edited(only_file(cache), **HEADERS[damage])
     with pytest.warns(CacheWarning):
         assert torch.equal(logits(path, cache), plain)
-    assert told()[-1] == "written"
+    assert cache_states()[-1] == "written"
 
 
 @pytest.mark.parametrize("part", ["config", "kinds", "layers", "places", "joined", "embeddings", "dense", "factors"])
-def test_a_decoder_without_a_part_is_made_anew(write_llama: Any, tmp_path: Path, told: Any, part: str) -> None:
+def test_a_decoder_without_a_part_is_replaced(write_llama: Any, tmp_path: Path, cache_states: Any, part: str) -> None:
     """Each part of the header is needed, and none is guessed."""
     path, cache = write_llama(), tmp_path / "cache"
     plain = logits(path, cache)
@@ -152,10 +156,10 @@ def test_a_decoder_without_a_part_is_made_anew(write_llama: Any, tmp_path: Path,
     edited(only_file(cache), model={key: value for key, value in decoder.items() if key != part})
     with pytest.warns(CacheWarning):
         assert torch.equal(logits(path, cache), plain)
-    assert told()[-1] == "written"
+    assert cache_states()[-1] == "written"
 
 
-def test_a_norm_that_is_missing_is_noticed(write_llama: Any, tmp_path: Path, told: Any) -> None:
+def test_a_norm_that_is_missing_is_noticed(write_llama: Any, tmp_path: Path, cache_states: Any) -> None:
     """A parameter that no tensor fills is not left empty."""
     path, cache = write_llama(), tmp_path / "cache"
     plain = logits(path, cache)
@@ -166,13 +170,13 @@ def test_a_norm_that_is_missing_is_noticed(write_llama: Any, tmp_path: Path, tol
         model = LanguageModel.open(path, cache=cache)
     with model:
         count = len([module for module in model.decoder.modules() if isinstance(module, q4.Q4Linear)])
-        assert len(model.session.layers()) == count, "what was taken up before the fault is gone"
+        assert len(model.session.layers()) == count, "layers that were restored before the error are dropped"
     assert torch.equal(logits(path, cache), plain)
-    assert told()[-2:] == ["written", "opened"]
+    assert cache_states()[-2:] == ["written", "opened"]
 
 
-def test_a_source_that_changes_while_it_is_read_is_not_kept(
-    write_llama: Any, tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_source_that_changes_while_it_is_read_is_not_cached(
+    write_llama: Any, tmp_path: Path, cache_states: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights of the old file never stand under the facts of the new one."""
     path, cache = write_llama(), tmp_path / "cache"
@@ -184,20 +188,20 @@ def test_a_source_that_changes_while_it_is_read_is_not_kept(
 
     monkeypatch.setattr("q4_lm.generation.language_model.build_decoder", slow)
     logits(path, cache)
-    assert "changed while it was read" in told()[-1]
+    assert "changed while it was read" in cache_states()[-1]
     assert not cache.exists()
 
 
-def test_every_wish_has_its_own_file(tiny_llama: Path, tmp_path: Path, told: Any) -> None:
+def test_every_option_has_its_own_file(tiny_llama: Path, tmp_path: Path, cache_states: Any) -> None:
     """Another precision is another file; neither displaces the other."""
     for _ in range(2):
         logits(tiny_llama, tmp_path, activation_precision="exact")
         logits(tiny_llama, tmp_path, activation_precision="int8")
-    assert told() == ["written", "written", "opened", "opened"]
+    assert cache_states() == ["written", "written", "opened", "opened"]
 
 
-def test_what_backends_are_told_by_variables_has_its_own_file(
-    tiny_llama: Path, tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+def test_every_variable_of_a_backend_has_its_own_file(
+    tiny_llama: Path, tmp_path: Path, cache_states: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another instruction set is another file; logs are no part of the key."""
     for value in ("here", "elsewhere"):
@@ -206,4 +210,4 @@ def test_what_backends_are_told_by_variables_has_its_own_file(
         monkeypatch.setenv("Q4_LOG", "error")
         logits(tiny_llama, tmp_path)
         monkeypatch.delenv("Q4_LOG")
-    assert told() == ["written", "opened", "written", "opened"]
+    assert cache_states() == ["written", "opened", "written", "opened"]

@@ -21,7 +21,7 @@ from tests.support.prepared import logits, only_file
 
 
 def test_a_full_disk_leaves_nothing_behind(
-    tiny_llama: Path, tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, tmp_path: Path, cache_states: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write that fails half-way is one warning; no part of the file stays, and the model is there."""
     plain = logits(tiny_llama, "off")
@@ -34,9 +34,9 @@ def test_a_full_disk_leaves_nothing_behind(
         assert torch.equal(logits(tiny_llama, tmp_path / "cache"), plain)
     assert not any((tmp_path / "cache").iterdir())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # told once
+        warnings.simplefilter("error")  # one warning is enough
         logits(tiny_llama, tmp_path / "cache")
-    assert len(told()) == 2
+    assert len(cache_states()) == 2
 
 
 def test_a_folder_that_may_not_be_written(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_writers_and_readers_at_once_see_whole_files(tmp_path: Path) -> None:
             for _ in range(60):
                 found = store.open(path)
                 assert bool((found.tensor(0) == found.header["value"]).all())
-        except BaseException as error:  # noqa: BLE001  # told below
+        except BaseException as error:  # noqa: BLE001  # reported below
             faults.append(error)
 
     threads = [threading.Thread(target=write, args=(value,)) for value in (1, 2)]
@@ -203,7 +203,7 @@ print(json.dumps({"found": found}))
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="memory is told by Linux's smaps")  # noqa: PTH110
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="memory is read from Linux's smaps")  # noqa: PTH110
 def test_ten_processes_have_one_copy(write_llama: Any, tmp_path: Path) -> None:
     """Ten processes that use a model share the pages of its file, and none has one of its own.
 

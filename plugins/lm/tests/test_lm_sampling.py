@@ -25,7 +25,7 @@ def test_greedy_is_the_default() -> None:
 
 
 def test_a_greatest_logit_that_is_known() -> None:
-    """Greedy takes what it is told, but no NaN or infinity; drawing does not care."""
+    """Greedy takes the given index, but no NaN or infinity; drawing ignores it."""
     assert Sampler()(LOGITS, 5) == 5
     for value in (math.nan, math.inf):
         with pytest.raises(InputError, match="finite"):
@@ -47,22 +47,22 @@ def test_temperature_divides_logits(logits: torch.Tensor, temperature: float) ->
 @given(logits=vectors, k=st.integers(1, 40))
 def test_top_k_keeps_the_likeliest(logits: torch.Tensor, k: int) -> None:
     """At least k tokens stay (all that tie with the last one too), none of them less likely than one that went."""
-    kept = Sampler(temperature=1.0, top_k=k).probabilities(logits) > 0
+    left = Sampler(temperature=1.0, top_k=k).probabilities(logits) > 0
     least = logits.sort(descending=True).values[min(k, logits.numel()) - 1]
     # Probabilities too small for float32 are zero whatever k is.
     possible = (logits - logits.max()).softmax(-1) > 0
-    assert torch.equal(kept, (logits >= least) & possible)
+    assert torch.equal(left, (logits >= least) & possible)
 
 
 @settings(max_examples=100)
 @given(logits=vectors, p=st.floats(0.01, 0.99))
 def test_top_p_keeps_the_fewest_that_reach_p(logits: torch.Tensor, p: float) -> None:
-    """The kept probabilities reach p, and without the least of them they would not."""
+    """The remaining probabilities reach p, and without the least of them they would not."""
     full = logits.softmax(-1)
-    kept = full[Sampler(temperature=1.0, top_p=p).probabilities(logits) > 0].sort().values.double()
-    assert kept.numel() >= 1
-    assert float(kept.sum()) >= p - 1e-5
-    assert float(kept[1:].sum()) < p + 1e-5
+    left = full[Sampler(temperature=1.0, top_p=p).probabilities(logits) > 0].sort().values.double()
+    assert left.numel() >= 1
+    assert float(left.sum()) >= p - 1e-5
+    assert float(left[1:].sum()) < p + 1e-5
 
 
 @given(logits=vectors)

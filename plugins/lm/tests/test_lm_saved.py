@@ -155,16 +155,16 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
         model = build_mlp([64, 32, 3], format="nf4")
         pack_(model, session)
         save_model(model, tmp_path / "one")
-        told = json.loads((tmp_path / "one" / "config.json").read_text())
+        facts = json.loads((tmp_path / "one" / "config.json").read_text())
         linear = {"type": "linear", "in_features": 64, "out_features": 16, "bias": False}
-        told["description"] = {"layers": [linear, {"type": "rms_norm", "normalized_shape": 16}]}
-        (tmp_path / "one" / "config.json").write_text(json.dumps(told))
+        facts["description"] = {"layers": [linear, {"type": "rms_norm", "normalized_shape": 16}]}
+        (tmp_path / "one" / "config.json").write_text(json.dumps(facts))
         with pytest.raises(q4.CheckpointError, match="of different models") as caught:
             load_model(tmp_path / "one", session)
         for part in ("1.weight is missing", "0.bias is unexpected", "2.weight is unexpected", "[32, 64], not [16, 64]"):
             assert part in str(caught.value)
-        told["description"] = {"layers": [7]}
-        (tmp_path / "one" / "config.json").write_text(json.dumps(told))
+        facts["description"] = {"layers": [7]}
+        (tmp_path / "one" / "config.json").write_text(json.dumps(facts))
         with pytest.raises(q4.CheckpointError, match="description"):
             load_model(tmp_path / "one", session)
 

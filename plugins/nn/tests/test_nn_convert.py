@@ -1,4 +1,4 @@
-"""``convert_linears_``: in place, told in a table, never half-done."""
+"""``convert_linears_``: in place, reported in a table, never half-done."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _session(**wishes: Any) -> q4.Session:
-    return q4.Session(q4.SessionConfig(**wishes), registry=q4.Registry([("dequant-fallback", q4_dequant_fallback)]))
+def _session(**options: Any) -> q4.Session:
+    return q4.Session(q4.SessionConfig(**options), registry=q4.Registry([("dequant-fallback", q4_dequant_fallback)]))
 
 
 def _closed() -> q4.Session:
@@ -36,7 +36,7 @@ def _model() -> nn.Sequential:
 
 
 def test_every_linear_becomes_four_bit_in_place() -> None:
-    """The layers are replaced, biases kept, and the model computes what its quantised weights say."""
+    """The layers are replaced, biases stay, and the model computes what its quantised weights say."""
     model = _model()
     dense = [module.weight.detach().clone() for module in model.modules() if isinstance(module, nn.Linear)]
     first: Any = model[0]
@@ -135,7 +135,7 @@ def test_a_converted_model_saves_and_loads() -> None:
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_wish_that_is_wrong_for_the_whole_call_is_an_error(
+def test_an_option_that_is_wrong_for_the_whole_call_is_an_error(
     arguments: dict[str, Any], error: type[q4.Q4Error], name: str, *, strict: bool
 ) -> None:
     """Format, block size, session and override are looked at first: no table full of failures, and no layer changed."""

@@ -42,7 +42,7 @@ LOSSES: dict[str, tuple[Callable[[Any], object], str]] = {
     "backward hook": (lambda layer: layer.register_full_backward_hook(lambda *_: None), "backward hooks"),
     "state dict hook": (lambda layer: layer.register_state_dict_post_hook(lambda *_: None), "state dict hooks"),
     "forward": (_with_forward, "its forward was replaced"),
-    "parts": (_with_children, "mask, adapter beside"),
+    "parts": (_with_children, "mask, adapter in addition to"),
     "weight norm": (lambda layer: parametrizations.weight_norm(layer, _weight(layer)), "parametrized"),
     "spectral norm": (lambda layer: parametrizations.spectral_norm(layer, _weight(layer)), "parametrized"),
     "old weight norm": (lambda layer: weight_norm(layer, _weight(layer)), "weight_g"),
@@ -72,7 +72,7 @@ def _value(result: Any) -> torch.Tensor:
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_to_ste_leaves_alone_what_it_would_lose(loss: str, layer: str) -> None:
-    """Hooks, forwards, parametrizations and parts of a layer's own are kept, with the reason in the table."""
+    """Hooks, forwards, parametrizations and parts of a layer's own stay, with the reason in the table."""
     make, shape = LAYERS[layer]
     change, reason = LOSSES[loss]
     torch.manual_seed(0)

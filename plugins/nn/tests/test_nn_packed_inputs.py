@@ -207,7 +207,7 @@ def test_each_form_of_input_is_taken_or_refused_as_torch_does(three: tuple[nn.Mo
                     for mine, theirs in zip(_flat(found), _flat(expected), strict=True)
                 )
             if not is_right:
-                wrong.append(f"{kind}, {name}: {_told(found)} instead of {_told(expected)}")
+                wrong.append(f"{kind}, {name}: {_text_of(found)} instead of {_text_of(expected)}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -233,7 +233,7 @@ def test_a_packed_sequence_of_another_width_is_refused(size: int) -> None:
         model(pack_sequence([torch.randn(5, size)]))
 
 
-def _told(value: Any) -> str:
+def _text_of(value: Any) -> str:
     return repr(value)[:90] if isinstance(value, Exception) else str([list(item.shape) for item in _flat(value)])
 
 

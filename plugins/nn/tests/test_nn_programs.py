@@ -138,7 +138,7 @@ def test_what_changes_later_runs_as_modules(session: q4.Session) -> None:
         model.eval()
         model[1] = nn.Tanh()
         assert torch.equal(program(x), model(x))
-    told = "\n".join(program.record.reasons)
+    reasons = "\n".join(program.record.reasons)
     for part in ("gradients are recorded", "other shapes", "has a hook", "training mode", "was replaced"):
-        assert part in told
+        assert part in reasons
     assert session.report().section("programs") == (program.record,)

@@ -58,7 +58,7 @@ TEXT = {
 
 @pytest.mark.parametrize("name", sorted(layer_types()))
 def test_every_type(name: str) -> None:
-    """Each type is made from plain options, tells them back, and gives the shape that it says."""
+    """Each type is made from plain options, returns them, and gives the shape that it says."""
     example = layer_types()[name].examples[0]
     options, shape = OPTIONS.get(name, (dict(example.options), example.shape))
     description = {"input": [*shape], "layers": [{"type": name, **options}]}
@@ -185,14 +185,14 @@ class Strangers:
 
 @pytest.fixture
 def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the registry hold a third party's plugin beside ours."""
+    """Add a third party's plugin to the registry."""
     registry = q4.Registry([("nn", q4_nn), ("strangers", Strangers())])
     monkeypatch.setattr("q4_nn.layer_type.default_registry", lambda: registry)
 
 
 @pytest.mark.usefixtures("strangers")
 def test_layer_of_a_third_party() -> None:
-    """A third party's layer stands in a description; one that lies is named; one that is no module is refused."""
+    """A third party's layer works in a description; one of a wrong shape is named; one that is no module is refused."""
     model = build({"input": [4], "layers": [{"type": "scale", "features": 4, "start": 2.0}]})
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 2.0))
     with pytest.raises(q4.ConfigError, match=r"layer 0 \('liar'\): result must be of shape \[4, 2\], got \[4\]"):

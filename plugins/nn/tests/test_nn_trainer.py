@@ -99,8 +99,8 @@ def of_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     command = [sys.executable, str(RUNS), "distributed", str(folder)]
     others = [subprocess.Popen([*command, str(rank), "2"], stderr=subprocess.PIPE) for rank in range(2)]
-    told = [other.communicate(timeout=scaled(240))[1].decode() for other in others]
-    assert [other.returncode for other in others] == [0, 0], "".join(told)
+    errors = [other.communicate(timeout=scaled(240))[1].decode() for other in others]
+    assert [other.returncode for other in others] == [0, 0], "".join(errors)
     return folder
 
 

@@ -81,7 +81,7 @@ def test_forward_mode_passes_tangents() -> None:
 
 
 def test_the_eval_cache_follows_the_masters_version() -> None:
-    """Without gradients the quantised weight is kept, and made again after each change of the master."""
+    """Without gradients the quantised weight is cached, and made again after each change of the master."""
     master = torch.nn.Parameter(_tensor(N, K))
     with torch.no_grad():
         first = training.ste_weight(master)

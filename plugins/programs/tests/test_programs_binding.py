@@ -203,7 +203,7 @@ def test_a_backend_that_declares_programs_must_have_them() -> None:
 
 
 def test_a_broken_run_is_a_backend_error() -> None:
-    """What a run raises is told as a fault of the backend."""
+    """An error of a run is reported as the backend's."""
     calls: list[int] = []
 
     def fail(*_: Any) -> None:

@@ -118,7 +118,7 @@ def test_numbers_fit_the_views(op: Op, inputs: Any, outputs: Any, numbers: Any) 
 
 
 def test_packed_layers_have_their_own_sizes_and_bias() -> None:
-    """A step over a packed layer fits its sizes, has no bias beside the layer's, and names a layer that there is."""
+    """A step over a packed layer fits its sizes, has no bias besides the layer's, and names a layer that there is."""
     made(Op.LINEAR, (X,), (at(2, 6, 512),), (0,), 0)
     for inputs, outputs, numbers, layer in (
         ((at(2, 7),), (at(2, 6, 512),), (0,), 0),

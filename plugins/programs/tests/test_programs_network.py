@@ -57,7 +57,7 @@ def test_layers_give_the_numbers_of_their_modules(layer: nn.Module) -> None:
 
 
 def test_flatten_and_embedding() -> None:
-    """Shapes are kept: rows are all sizes but the last."""
+    """Shapes are preserved: rows are all sizes but the last."""
     check(nn.Sequential(nn.Flatten(), nn.Linear(24, 5)), torch.randn(2, 3, 8))
     check(nn.Embedding(9, 4), torch.randint(0, 9, (2, 3)))
 
@@ -210,7 +210,7 @@ def test_what_no_network_takes(model: Any, examples: tuple[Any, ...], rule: str)
     ids=["tuple", "width"],
 )
 def test_reasons_name_no_internals(example: Any, reason: str) -> None:
-    """Examples that don't fit a layer are told in sizes and labels, without names of our code."""
+    """Examples that don't fit a layer are reported in sizes and labels, without names of our code."""
     record = make_program(nn.Sequential(nn.Identity(), nn.Linear(8, 8)).eval(), example).record
     assert record.reasons == (reason,)
 
@@ -226,13 +226,13 @@ def test_results_are_the_caller_s() -> None:
     program = make_program(nn.Linear(8, 4).eval(), X)
     with torch.no_grad():
         first = program(X)
-        kept = first.clone()
+        before = first.clone()
         program(X + 1)
-    assert torch.equal(first, kept)
+    assert torch.equal(first, before)
 
 
 def test_memory_that_moved_is_an_error() -> None:
-    """A parameter whose memory was exchanged is told, not read."""
+    """A parameter whose memory was exchanged is reported, not read."""
     layer = nn.Linear(8, 4).eval()
     program = make_program(layer, X)
     layer.weight.data = torch.zeros(4, 8)

@@ -28,9 +28,9 @@ def test_attention_of_a_graph(position: int, window: int) -> None:
 
 def test_a_captured_program_keeps_what_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capturing runs the parts once beforehand, and gives every buffer its values back; a run replays the graph."""
-    told: list[str] = []
-    stream = SimpleNamespace(wait_stream=lambda _: told.append("wait"))
-    graph = SimpleNamespace(replay=lambda: told.append("replay"))
+    calls: list[str] = []
+    stream = SimpleNamespace(wait_stream=lambda _: calls.append("wait"))
+    graph = SimpleNamespace(replay=lambda: calls.append("replay"))
     stand_in: dict[str, Any] = {
         "Stream": lambda: stream,
         "current_stream": lambda: stream,
@@ -41,8 +41,8 @@ def test_a_captured_program_keeps_what_it_writes(monkeypatch: pytest.MonkeyPatch
     for name, item in stand_in.items():
         monkeypatch.setattr(torch.cuda, name, item)
     state = torch.ones(3)
-    run = reference._captured([lambda: state.add_(1), lambda: told.append("part")], [state])
-    assert told == ["wait", "part", "wait", "part"]
+    run = reference._captured([lambda: state.add_(1), lambda: calls.append("part")], [state])
+    assert calls == ["wait", "part", "wait", "part"]
     assert state.tolist() == [1, 1, 1]
     run()
-    assert told[-1] == "replay"
+    assert calls[-1] == "replay"

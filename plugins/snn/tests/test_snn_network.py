@@ -245,9 +245,9 @@ def test_a_population_that_changes_size() -> None:
         Network([pixels, cells], [Projection(pixels, cells)])
         for cells in (population("cells"), Population("cells", 3, CubaLIF(1e-3, 1e-3)))
     )
-    for network, told in ((one, "mem, got '2 tensors'"), (two, "syn, mem, got '1 tensors'")):
+    for network, message in ((one, "mem, got '2 tensors'"), (two, "syn, mem, got '1 tensors'")):
         _, state = (two if network is one else one)(x)
-        with pytest.raises(InputError, match=f"population 'cells': state must be the tensors of {told}"):
+        with pytest.raises(InputError, match=f"population 'cells': state must be the tensors of {message}"):
             network(x, state)
     network = recurrent()
     network.set_submodule("projections.hidden->out.synapses", torch.nn.Linear(20, 5))

@@ -27,7 +27,7 @@ class Spikes(FakeBackend):
         self.harm, self.limit, self.rows = harm, limit, list[int]()
 
     def spike_limit(self, rows: int) -> float:
-        """Return what it was told."""
+        """Return the given share."""
         del rows
         return self.limit
 
@@ -106,21 +106,23 @@ def test_a_backend_without_spikes_runs_densely_and_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "message"),
     [
         (lambda y: y * 1.001, "wrong numbers"),
         (lambda y: y * 0, "all zero"),
         (lambda y: y[:, :1].expand_as(y) * torch.nan, "not written, or NaN"),
     ],
 )
-def test_wrong_numbers_are_found_before_the_first_use(harm: Callable[[torch.Tensor], torch.Tensor], told: str) -> None:
+def test_wrong_numbers_are_found_before_the_first_use(
+    harm: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
     """A backend whose numbers are wrong is not used for spikes, with a warning, and the dense product serves."""
     layer = layer_of(Spikes(harm))
     with pytest.warns(q4.Q4ProbeWarning, match="is not used for spikes"):
         product = SpikeProduct(layer)
     x = spikes(2, K)
     torch.testing.assert_close(product(x), layer(x.float()).detach())
-    assert told in str(product.record.reason)
+    assert message in str(product.record.reason)
 
 
 @pytest.mark.parametrize(

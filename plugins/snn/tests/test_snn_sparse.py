@@ -94,7 +94,7 @@ def test_random_synapses_have_their_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"source": torch.full((SYNAPSES,), SOURCES)}, "source must be in 0 … 29"),
         ({"target": torch.full((SYNAPSES,), -1)}, "target must be in 0 … 49"),
@@ -105,14 +105,14 @@ def test_random_synapses_have_their_numbers() -> None:
         ({"weight": torch.nn.Parameter(torch.ones(SYNAPSES))}, "weight must be without gradients"),
     ],
 )
-def test_synapses_that_are_none_are_refused(change: dict[str, Any], told: str) -> None:
+def test_synapses_that_are_none_are_refused(change: dict[str, Any], message: str) -> None:
     """Indices and delays out of range, other dtypes and NaN are typed errors that name the projection."""
-    with pytest.raises(q4.InputError, match=f"'E to I': {told}"):
+    with pytest.raises(q4.InputError, match=f"'E to I': {message}"):
         SparseProjection(**draw() | change)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"name": "E.I"}, "projection: name must be a word without"),
         ({"name": "keys"}, "projection: name must be none that torch's"),
@@ -120,9 +120,9 @@ def test_synapses_that_are_none_are_refused(change: dict[str, Any], told: str) -
         ({"targets": 50.0}, "targets must be a population, or a positive whole number, got 50.0"),
     ],
 )
-def test_names_and_sizes_that_are_none_are_refused(change: dict[str, Any], told: str) -> None:
+def test_names_and_sizes_that_are_none_are_refused(change: dict[str, Any], message: str) -> None:
     """A name that no network can keep, and sizes that are no number of neurons, are typed errors."""
-    with pytest.raises(q4.ConfigError, match=told):
+    with pytest.raises(q4.ConfigError, match=message):
         SparseProjection(**draw() | change)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests beside transformers, which run in the environment of `nox -s peers`."""
+"""Fixtures of the tests with transformers, which run in the environment of `nox -s peers`."""
 
 from tests.support.peers import eager, peer, portable, quiet_transformers
 

@@ -1,4 +1,4 @@
-"""``from_pretrained`` by q4core: the numbers of each library's own files, kept packed, saved again for that library."""
+"""``from_pretrained`` by q4core: the numbers of each library's files, packed layers, saving for that library."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_modelopt_without_asking(tmp_path: Path) -> None:
 
 
 def test_taking_over(tmp_path: Path) -> None:
-    """Programs that can't be edited load by q4core once names are taken over, and as ever once they are given back."""
+    """Programs that can't be edited load by q4core once names are taken over, and as usual once they are released."""
     save_by_q4(tmp_path, "bitsandbytes", "nf4")
     auto = transformers.AutoModelForCausalLM
     try:
@@ -368,7 +368,7 @@ def _anonymous_bytes() -> int:
 
 
 def test_memory(tmp_path: Path) -> None:
-    """While a model is loaded nothing dense is made, and at most two tensors are there beside what is prepared."""
+    """While a model is loaded nothing dense is made, and at most two tensors are there besides what is prepared."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8}
     save_by_q4(tmp_path, "bitsandbytes", "nf4", **sizes)
     load(tmp_path)  # what is made once in a process
@@ -398,7 +398,7 @@ def test_memory(tmp_path: Path) -> None:
 
 
 def test_page(tmp_path: Path) -> None:
-    """What docs/huggingface.md shows runs, one snippet after the other; those of adapters are tested beside PEFT."""
+    """What docs/huggingface.md shows runs, one snippet after the other; those of adapters are tested with PEFT."""
     page = (Path(__file__).parents[4] / "docs/huggingface.md").read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert len(snippets) == 5
@@ -440,5 +440,5 @@ def test_pipeline(tmp_path: Path) -> None:
     model, own = q4_transformers.load(tmp_path)
     assert own.encode("w1 w2") == [4, 5]
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=own)
-    [told] = pipe("w1 w2 w3", max_new_tokens=3, do_sample=False)
-    assert told["generated_text"].startswith("w1 w2 w3")
+    [answer] = pipe("w1 w2 w3", max_new_tokens=3, do_sample=False)
+    assert answer["generated_text"].startswith("w1 w2 w3")

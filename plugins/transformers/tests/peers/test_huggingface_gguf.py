@@ -202,8 +202,8 @@ def test_every_key_of_scaling(arch: str, tmp_path: Path) -> None:
     """Each fact of a scaling changes the config, or is refused where it is not of that scaling."""
 
     def rope(**facts: Any) -> Any:
-        told = {f"rope.scaling.{name}": item for name, item in facts.items()}
-        found = header(tmp_path / "model.gguf", arch, {**BASE, **told})["rope_parameters"]
+        scaling = {f"rope.scaling.{name}": item for name, item in facts.items()}
+        found = header(tmp_path / "model.gguf", arch, {**BASE, **scaling})["rope_parameters"]
         return found.get("full_attention", found)
 
     yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 32}

@@ -332,7 +332,7 @@ def test_int4_gets_blocks_that_divide_the_row(columns: int, block: int, tmp_path
 
 
 def test_a_block_size_that_is_asked_for_leaves_other_rows_dense(tmp_path: Path) -> None:
-    """A block size that was asked for is kept: a layer that it does not divide stays dense, and is listed."""
+    """A requested block size stays: a layer that it does not divide stays dense, and is listed."""
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
     dense = _model("LlamaForCausalLM", **sizes, num_attention_heads=4)
     dense.save_pretrained(tmp_path)

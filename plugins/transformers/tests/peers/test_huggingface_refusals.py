@@ -63,7 +63,7 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [{}, {"format": "nf4"}])
 def test_eight_bits(config: dict[str, Any], tmp_path: Path) -> None:
-    """Codes of 8 bits, whose scales transformers would pass over, are refused beside packed layers and alone."""
+    """Codes of 8 bits, whose scales transformers would pass over, are refused next to packed layers and alone."""
     if config:
         dense_model().save_pretrained(tmp_path)
     else:
@@ -114,9 +114,9 @@ def test_damaged_files(tmp_path: Path) -> None:
     parts = {name: value for name, value in state.items() if name.startswith(key)}
     less = {name: value for name, value in state.items() if name != f"{key}.absmax"}
     more = state | {name.replace("up_proj", "side_proj"): value.clone() for name, value in parts.items()}
-    for changed, told in ((less, "absmax must be there"), (more, "side_proj must be a module")):
+    for changed, message in ((less, "absmax must be there"), (more, "side_proj must be a module")):
         save_file(changed, file, metadata={"format": "pt"})
-        with pytest.raises(q4.SchemaError, match=told):
+        with pytest.raises(q4.SchemaError, match=message):
             load(tmp_path)
     save_file(state, file, metadata={"format": "pt"})
     load(tmp_path).save_pretrained(tmp_path / "many", max_shard_size="20KB")
@@ -126,7 +126,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"format": "nf5"}, "nf5"),
         ({"fromat": "nf4"}, "fromat"),
@@ -138,9 +138,9 @@ def test_damaged_files(tmp_path: Path) -> None:
         ({"activation_precision": "int3"}, "activation_precision"),
     ],
 )
-def test_options(options: dict[str, Any], told: str) -> None:
+def test_options(options: dict[str, Any], message: str) -> None:
     """An option that is not legal is an error when the configuration is made."""
-    with pytest.raises(q4.Q4Error, match=told):
+    with pytest.raises(q4.Q4Error, match=message):
         Q4Config(**options)
 
 
