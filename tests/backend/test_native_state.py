@@ -32,7 +32,7 @@ def test_records_and_the_event_hold_the_state(caplog: pytest.LogCaptureFixture) 
 
 
 def test_records_show_what_is_interpreted() -> None:
-    """The diagnostics of a layer tell it as text and as JSON, for each range of M; a text is no answer."""
+    """The diagnostics of a layer have it as text and as JSON, for each range of M; a text is no answer."""
     path = attrs.evolve(KERNEL_PATH, interpreted=True)
     record = q4.Session(registry=registry(FakeBackend(paths=(path,)))).linear(WEIGHT).diagnostics()
     assert "fake_gemm [kernel, w4a32, interpreted] ran 0 ×" in str(record)

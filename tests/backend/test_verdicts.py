@@ -1,4 +1,4 @@
-"""What a backend may answer: each part is checked where it is made, so that a sloppy plugin is told, not obeyed."""
+"""What a backend may answer: each part is checked where it is made, so that a sloppy plugin is reported."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_table_that_is_not_the_formats_is_refused(table: str) -> None:
     ],
 )
 def test_a_table_of_the_formats_own_values_is_served(precision: q4.Precision, levels: int, *, is_near: bool) -> None:
-    """A table is near enough in the steps of the path's precision: ±63 beside int8, ±8191 beside int16."""
+    """A table is near enough in the steps of the path's precision: ±63 with int8, ±8191 with int16."""
     table = tuple(round(value * levels) / levels for value in NF4)
 
     class Table(FakeBackend):
@@ -119,7 +119,7 @@ def test_a_table_for_a_weight_with_its_own_codebook_is_refused() -> None:
 
 
 class Odd:
-    """A meta whose methods raise, as told."""
+    """A meta whose methods raise, as configured."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
@@ -129,13 +129,13 @@ class Odd:
         return 7
 
     def __repr__(self) -> str:
-        """Raise if told."""
+        """Raise if configured to."""
         if self.fault == "repr":
             raise RuntimeError("no words")
         return "Odd()"
 
     def __eq__(self, other: object) -> bool:
-        """Raise if told."""
+        """Raise if configured to."""
         if self.fault == "eq":
             raise RuntimeError("no equals")
         return isinstance(other, Odd)

@@ -34,7 +34,7 @@ class FakeReader:
         return path.is_file() and path.read_bytes()[:4] == b"FAKE"
 
     def open(self, path: Path, request: q4.OpenRequest) -> FakeSource:
-        """Open, or fail as told."""
+        """Open, or fail as configured."""
         if self.error is not None:
             raise self.error
         self.seen.append(request)

@@ -126,7 +126,7 @@ def test_a_global_for_each_row(kind: q4.ScaleKind) -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_negative_zero_and_extreme_scales(name: str) -> None:
-    """E2M1's code 8 is -0, and the least and greatest scales are kept to the bit."""
+    """E2M1's code 8 is -0, and the least and greatest scales are preserved to the bit."""
     codes = torch.arange(16, dtype=torch.uint8).repeat(4, 2)
     qdata = codes[:, ::2] | (codes[:, 1::2] << 4)
     if name == "mxfp4":
@@ -267,7 +267,7 @@ class _Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize(("name", "kind"), FORMAT_KINDS)
 def test_memory_is_bounded(name: str, kind: q4.ScaleKind) -> None:
-    """Beside the result and the weight itself, no tensor is larger than one chunk in float64."""
+    """Besides the result and the weight itself, no tensor is larger than one chunk in float64."""
     n, k = 100, 16384
     form = q4.BUILTIN_FORMATS[name]
     small = random_weight(name, 1, k, kind)
@@ -302,7 +302,7 @@ def test_any_shape(pair: tuple[str, q4.ScaleKind], n: int, k: int, packing: str,
 
 
 def test_a_codebook_is_copied_to_a_device_once_and_never_a_watched_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One plain tensor per format and device is kept, and nothing that a dispatch mode or inference mode made."""
+    """One plain tensor per format and device is cached, and nothing that a dispatch mode or inference mode made."""
     monkeypatch.setattr(decode, "_TABLES", {})
     form, device = q4.BUILTIN_FORMATS["nf4"], torch.device("meta")
     with FakeTensorMode():

@@ -6,7 +6,7 @@ from tests.support.parts import UNCAUGHT, catchers, parts
 
 
 def test_every_part_catches_a_fault() -> None:
-    """A part that catches none has its reason in the table of those, and no other part stands there."""
+    """A part that catches none has its reason in the table of those, and no other part is there."""
     caught = {part for _, found in catchers() for part in found}
     assert parts().keys() - caught == UNCAUGHT.keys()
 

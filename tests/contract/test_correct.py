@@ -38,7 +38,7 @@ def test_unusual_backend_computes_what_is_asked(name: str, install: Callable[...
 @pytest.mark.parametrize("format_", ["nf4", "nvfp4", "q4_1"])
 @pytest.mark.parametrize("name", EACH)
 def test_unusual_backend_passes_every_case(name: str, format_: str, install: Callable[..., None]) -> None:
-    """Reordered sums, padded storage and late preparation pass, installed as plugins; what is not declared is told."""
+    """Reordered sums, padded storage and late preparation pass as plugins; what is not declared is reported."""
     install(name)
     report = run_cases(name, [format_])
     assert report.passed, str(report)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NAMES = [dialect.name for dialect in q4.dialects() if dialect.formats]
 WITHOUT_GOLDEN = {"comfyui-nvfp4", ToyDialect.name}
-"""Dialects of which no golden file can be told by its keys alone, or that nobody else writes."""
+"""Dialects of which no golden file can be identified by its keys alone, or that no other library writes."""
 ALONE = {"compressed-tensors-int4"}
 """The one dialect here that holds its format, so that there is none to convert it to."""
 

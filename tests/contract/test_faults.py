@@ -91,8 +91,8 @@ def test_deadly_backend_is_caught(fault: Fault, install: Callable[..., None]) ->
     assert fault.says in report.results[0].message
 
 
-def test_a_plugin_that_raises_at_import_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for a backend whose plugin does not load is told why, and the case meant for it stops nobody."""
+def test_a_plugin_that_raises_at_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for a backend whose plugin does not load states why, and the case meant for it stops no other."""
     module = "q4_conformance.subjects.raising"
     monkeypatch.setenv("Q4_PLUGIN_MODULES", module)
     q4core.reset_registry()
@@ -149,7 +149,7 @@ def test_a_right_gradient_of_the_backend_passes() -> None:
 
 
 def test_every_run_sees_each_way_to_notice_dense_weights() -> None:
-    """What ``nox -s soak`` alone plants is the like of a fault of every run: each message that tells of one is met."""
+    """What ``nox -s soak`` alone plants is the like of a fault of every run: each message that reports one is met."""
     kinds = {fault.name: fault.says.rpartition(": ")[2] for fault in FAULTS if fault.caught_by == "EX-14/kind"}
     assert kinds.keys() >= IN_SOAK
     assert {kinds[name] for name in kinds.keys() - IN_SOAK} == set(kinds.values())

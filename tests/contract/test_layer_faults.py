@@ -45,7 +45,7 @@ def test_faulty_layer_type_is_caught(fault: Fault, install: Callable[..., None])
 
 
 def test_a_layer_type_without_examples_is_not_judged() -> None:
-    """What tells no examples is NOT_DECLARED in every case, with the way out."""
+    """A type without examples is NOT_DECLARED in every case, with a hint."""
     subject = LayerSubject(SimpleNamespace(name="mute", make=None, shape=None))
     for case in CASES:
         result = run_case(case, subject)
@@ -53,7 +53,7 @@ def test_a_layer_type_without_examples_is_not_judged() -> None:
         assert "give it examples=" in result.message
 
 
-def test_what_is_no_layer_type_is_told() -> None:
+def test_what_is_no_layer_type_is_reported() -> None:
     """Whatever lacks a part of a layer type is refused by the names of the parts."""
     with pytest.raises(FailureError, match="a layer type must have make, shape"):
         LayerSubject(SimpleNamespace(name="nothing"))

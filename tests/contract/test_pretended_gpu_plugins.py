@@ -82,7 +82,7 @@ def test_a_kernel_serves_unasked(name: str, case: Case, arch: int) -> None:
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_a_device_off_the_list_is_told(name: str) -> None:
+def test_a_device_off_the_list_is_reported(name: str) -> None:
     """The same cases are not testable on an architecture that the plugin does not serve; they never pass there."""
     assert 75 not in ARCHITECTURES
     case = next(case for plugin, case in PICKED if plugin == name)

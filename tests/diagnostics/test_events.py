@@ -152,7 +152,7 @@ def test_console_lines_and_levels() -> None:
     assert "layer=up" in line
 
 
-def test_a_bad_wish_is_named() -> None:
+def test_a_bad_option_is_named() -> None:
     """A word that Q4_LOG does not know is an error that names the legal ones."""
     with pytest.raises(q4.ConfigError) as caught:
         events.set_up_logging("loud")
@@ -215,7 +215,7 @@ def test_observers_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("fault", [ValueError, SystemExit])
-def test_an_observer_that_raises_is_told_once_and_called_again(fault: type[BaseException]) -> None:
+def test_an_observer_that_raises_is_reported_once_and_called_again(fault: type[BaseException]) -> None:
     """An observer's error stays out of what it observes: the layer is made, later observers hear, one warning comes."""
     calls: list[str] = []
     heard: list[str] = []

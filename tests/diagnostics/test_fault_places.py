@@ -1,4 +1,4 @@
-"""What a plugin raised: told with its place in the author's code, and the cause of the error that comes of it."""
+"""What a plugin raised: reported with its place in the author's code, and the cause of the error that comes of it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _only(backend: FakeBackend) -> q4.Session:
 
 
 @pytest.mark.parametrize(("function", "line"), [("by_hand", 5), ("by_torch", 8), ("by_core", 11), ("by_library", 14)])
-def test_a_fault_is_told_with_its_place_in_the_authors_code(kernels: Any, function: str, line: int) -> None:
+def test_a_fault_is_reported_with_its_place_in_the_authors_code(kernels: Any, function: str, line: int) -> None:
     """File, line and function of the innermost frame that is not the core's, torch's or the standard library's."""
     with pytest.raises((IndexError, RuntimeError, q4.FormatError, json.JSONDecodeError)) as caught:
         getattr(kernels, function)(None)
@@ -83,7 +83,7 @@ def test_a_fault_is_told_with_its_place_in_the_authors_code(kernels: Any, functi
 
 
 def test_a_place_names_no_directory_of_the_machine(kernels: Any, tmp_path: Path) -> None:
-    """A package's own file is told with its name, a module's that stands alone without its folder's."""
+    """A package's own file is reported with its name, a single module's without its folder's."""
     with pytest.raises(ValueError, match="at the top") as caught:
         sys.modules["q4_stranger"].first(None)
     assert describe_exception(caught.value).endswith("(in q4_stranger/__init__.py:2, first)")
@@ -93,8 +93,8 @@ def test_a_place_names_no_directory_of_the_machine(kernels: Any, tmp_path: Path)
     assert describe_exception(alone.value) == "OSError: no (in q4_alone.py:1, <module>)"
 
 
-def test_an_error_without_a_place_or_a_text_is_told_all_the_same() -> None:
-    """One that was never raised has no place; one whose text raises is told by its kind."""
+def test_an_error_without_a_place_or_a_text_is_reported_all_the_same() -> None:
+    """One that was never raised has no place; one whose text raises is reported by its kind."""
 
     class Mute(Exception):  # noqa: N818  # a stranger's
         def __str__(self) -> str:
@@ -116,8 +116,8 @@ def test_a_path_that_raises_in_its_probe_says_where(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["check", "prepare"])
-def test_a_method_that_raises_is_told_with_its_place(kernels: Any, method: str) -> None:
-    """What check or prepare raised is told with its place."""
+def test_a_method_that_raises_is_reported_with_its_place(kernels: Any, method: str) -> None:
+    """What check or prepare raised is reported with its place."""
     backend = FakeBackend("stranger")
     setattr(backend, method, lambda *_: kernels.by_hand(None))
     told = f"{method} raised IndexError: list index out of range (in q4_stranger/native/kernels.py:5, by_hand)"

@@ -32,7 +32,7 @@ def _select(backend: FakeBackend, weight: q4.PackedWeight, wish: str, **config: 
     return q4.select(q4.Request.for_weight(weight), given, registry=registry(backend))
 
 
-def test_each_precision_has_the_plain_set_unless_told() -> None:
+def test_each_precision_has_the_plain_set_by_default() -> None:
     """Kinds of one precision replace the plain set for it alone; a manifest with them is a value like any other."""
     manifest = _backend({q4.Precision.W4A4: BYTES}).capabilities
     assert manifest.scale_kinds_of(q4.Precision.W4A4) == BYTES
@@ -67,7 +67,7 @@ def test_an_undeclared_kind_is_refused_by_the_manifest() -> None:
 
 
 def test_scales_become_plain_only_where_that_precision_declares_plain() -> None:
-    """The precision that was asked for decides whether levels are kept, resolved or refused."""
+    """The precision that was asked for decides whether levels are preserved, resolved or refused."""
     kinds = {q4.Precision.W4A4: {q4.ScaleKind.E8M0}, q4.Precision.W4A32: PLAIN}
     backend = _backend(kinds)
     assert _select(backend, _weight(), "exact").backend_request.scale_kind is q4.ScaleKind.PLAIN
@@ -85,7 +85,7 @@ def test_a_path_never_sees_a_kind_that_its_precision_does_not_declare() -> None:
 
 
 def test_the_reference_serves_whatever_precision_is_asked_for() -> None:
-    """The reference answers a wish for FP4 by its own precision, so its own scale kinds count."""
+    """The reference answers a request for FP4 by its own precision, so its own scale kinds count."""
     path = q4.KernelPath("slow", (1, None), q4.PathKind.REFERENCE, q4.Precision.W4A32, 0)
     backend = _backend({q4.Precision.W4A4: BYTES}, (path, FP4))
     for weight in (_weight(), _weight().with_plain_scale()):

@@ -101,7 +101,7 @@ def test_a_proof_without_the_scale_is_none_with_it() -> None:
         session.linear(_weight(0.01))
 
 
-def test_a_dtype_that_holds_no_such_activations_is_told() -> None:
+def test_a_dtype_that_holds_no_such_activations_is_reported() -> None:
     """float16 has no numbers near 2^-60: nothing is proven with zeros, the reason names the scale."""
     config = attrs.evolve(WISH, compute_dtype=torch.float16)
     with pytest.raises(q4.ConfigError, match="activation_scale"):

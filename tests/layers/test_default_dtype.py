@@ -17,7 +17,7 @@ FORMATS = sorted(q4.BUILTIN_FORMATS)
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float64], ids=str)
 def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    """Another default dtype, which is told back afterwards."""
+    """Another default dtype, which is restored afterwards."""
     before = torch.get_default_dtype()
     yield request.param
     torch.set_default_dtype(before)

@@ -70,7 +70,7 @@ def _placed_in_a_graph() -> None:
         (_placed_in_a_graph, "a compiled graph can't place activations, as REQUIRE_UNIFIED asks."),
     ],
 )
-def test_a_state_is_told_in_a_plain_sentence(provoke: Callable[[], Any], begins: str) -> None:
+def test_a_state_is_reported_in_a_plain_sentence(provoke: Callable[[], Any], begins: str) -> None:
     """What is the case, then what to do: no "must be …, got", which is for arguments."""
     with pytest.raises(q4.LifecycleError) as caught:
         provoke()

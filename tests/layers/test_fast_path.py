@@ -156,7 +156,7 @@ def test_a_tensor_on_another_device_is_refused(
 
 @pytest.mark.usefixtures("seen")
 def test_a_cuda_tensor_is_refused_by_a_layer_on_the_cpu() -> None:
-    """x, out and bias must be on the CPU there, as ever."""
+    """x, out and bias must be on the CPU there, as usual."""
     here = _Watched("cpu")
     fast = here.layer._fast
     assert fast is not None

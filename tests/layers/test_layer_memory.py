@@ -30,7 +30,7 @@ def _weight() -> q4.PackedWeight:
 
 
 @pytest.mark.parametrize("policy", [PREFER, REQUIRE])
-def test_a_bias_that_stays_is_told(policy: q4.UnifiedMemoryPolicy) -> None:
+def test_a_bias_that_stays_is_reported(policy: q4.UnifiedMemoryPolicy) -> None:
     """A bias is its owner's parameter and is not moved; the report says so, and whose memory it lies in."""
     provider = FakeProvider()
     bare = _session(provider, policy).linear(_weight())
@@ -46,7 +46,7 @@ def test_a_bias_that_stays_is_told(policy: q4.UnifiedMemoryPolicy) -> None:
     assert "left: the bias is its owner's parameter, in memory of fake" in managed.diagnostics().memory
 
 
-def test_without_a_policy_nothing_is_told_of_a_bias() -> None:
+def test_without_a_policy_nothing_is_reported_about_a_bias() -> None:
     """Under DISABLED there is no word on memory."""
     layer = _session(FakeProvider(), q4.UnifiedMemoryPolicy.DISABLED).linear(_weight(), torch.ones(16))
     assert layer.diagnostics().memory == ()
@@ -66,7 +66,7 @@ def test_required_memory_of_a_device_that_is_not_there_is_refused_as_such(
 
 
 def test_a_device_that_is_not_there_is_a_wrong_setting_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory is not what stands against it, the device is named: a provider that says yes, or no policy."""
+    """Where memory is not the obstacle, the device is named: a provider that says yes, or no policy."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for provider, policy in ((FakeProvider(), REQUIRE), (None, PREFER)):
         with pytest.raises(q4.ConfigError) as caught:

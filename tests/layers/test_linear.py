@@ -299,7 +299,7 @@ def test_rows_are_the_dequantised_rows(session: q4.Session) -> None:
 
 
 @pytest.mark.parametrize("declares", [True, False])
-def test_levels_of_scales_are_kept_without_export(*, declares: bool) -> None:
+def test_levels_of_scales_are_preserved_without_export(*, declares: bool) -> None:
     """A backend that reads plain scales alone leaves a double-quantised weight's levels with the layer."""
     dense = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
     weight = q4.quantize(dense, "nf4", scale_kind=q4.ScaleKind.DOUBLE_QUANT)

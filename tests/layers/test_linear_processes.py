@@ -174,7 +174,7 @@ def test_a_load_of_another_layout_into_a_shared_layer_is_refused() -> None:
 
 
 def test_a_backend_without_export_shares_too() -> None:
-    """Where the source is kept beside the prepared tensors, both are shared."""
+    """Where the source is stored next to the prepared tensors, both are shared."""
     layer = q4.Session(registry=registry(FakeBackend(exports=False))).linear(_weight())
     before = layer(X)
     layer.share_memory()

@@ -21,7 +21,7 @@ REQUIRE = q4.UnifiedMemoryPolicy.REQUIRE_UNIFIED
 
 
 class Provider:
-    """A provider over ordinary memory that remembers what it gave, and can be told to fail."""
+    """A provider over ordinary memory that remembers what it gave, and can be configured to fail."""
 
     name = "fake-memory"
 
@@ -35,7 +35,7 @@ class Provider:
         return Availability(is_available=True, reason="it can", attributes={"managedMemory": 1})
 
     def is_managed(self, tensor: torch.Tensor) -> bool:
-        """Tell by address."""
+        """Decide by address."""
         return tensor.data_ptr() in self.given
 
     def to_managed(self, tensor: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Provider:
         return managed
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate, or fail as told."""
+        """Allocate, or fail as configured."""
         if not self.can_allocate:
             raise MemoryError("no managed memory left")
         managed = torch.empty(shape, dtype=dtype, device=device)
@@ -123,7 +123,7 @@ def test_a_copy_of_a_managed_layer_is_managed() -> None:
 
 
 def test_keep_allocates_once_and_writes_once() -> None:
-    """What is kept is the context's own memory, of the shape and dtype asked for, with the tensor's values."""
+    """What is held is the context's own memory, of the shape and dtype asked for, with the tensor's values."""
     given: list[tuple[tuple[int, ...], torch.dtype]] = []
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

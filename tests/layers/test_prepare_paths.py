@@ -1,4 +1,4 @@
-"""What prepare is told of the paths that will serve, and that nothing else is ever called."""
+"""The paths that prepare receives, and that no other path is ever called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDE = attrs.evolve(KERNEL_PATH, name="wide")
 
 
 class Listening(FakeBackend):
-    """Remembers the paths that it was told to prepare for."""
+    """Remembers the paths that it prepared for."""
 
     def __init__(self, *args: Any, **facts: Any) -> None:
         super().__init__(*args, **facts)
@@ -34,7 +34,7 @@ def _weight() -> q4.PackedWeight:
     return q4.quantize(torch.randn(24, 128, generator=torch.Generator().manual_seed(3)), "nf4")
 
 
-def test_prepare_is_told_the_segments_of_its_selection() -> None:
+def test_prepare_receives_the_segments_of_its_selection() -> None:
     """The paths come with the ranges of M that they will serve, and not with those that a better path covers."""
     backend = Listening(paths=(SMALL, BIG))
     layer = q4.Session(registry=registry(backend)).linear(_weight())
@@ -42,7 +42,7 @@ def test_prepare_is_told_the_segments_of_its_selection() -> None:
     assert backend.told == [(q4.Segment(1, 4, SMALL), q4.Segment(5, None, BIG))]
 
 
-def test_a_path_that_will_not_serve_is_not_told() -> None:
+def test_a_path_that_is_not_selected_is_not_passed() -> None:
     """A path outside the rows asked for, or of a kind that the policy leaves out, is not to be prepared."""
     dequant = attrs.evolve(BIG, name="dequant", kind=q4.PathKind.DEQUANT)
     backend = Listening(paths=(SMALL, BIG, dequant))
@@ -94,6 +94,6 @@ def test_a_path_wrong_in_one_range_serves_in_none() -> None:
     assert session.linear(_weight()).diagnostics().backend == "dequant-fallback"
 
 
-def test_a_context_of_ones_own_tells_no_paths() -> None:
-    """Where nobody selected, as in a backend's own tests, no paths are told: prepare for all that are offered."""
+def test_a_context_without_a_selection_has_no_paths() -> None:
+    """Without a selection, as in a backend's own tests, no paths are given: prepare for all that are offered."""
     assert q4.PrepareContext("cpu").paths == ()

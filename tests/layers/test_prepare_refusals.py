@@ -29,7 +29,7 @@ def _weight(rows: int = 24, columns: int = 128, format_: str = "nf4") -> q4.Pack
 
 
 class Refusing(FakeBackend):
-    """Refuses to prepare for weights as told, and counts how often it was asked."""
+    """Refuses to prepare for weights as configured, and counts how often it was asked."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ def test_a_refusal_belongs_to_one_registry() -> None:
 
 @pytest.mark.parametrize("junk", [(), ("no room",), None, "no room"])
 def test_a_refusal_without_reasons_is_a_plugin_error(junk: Any) -> None:
-    """What is raised without a Reason says nothing, and is told as the plugin's fault; it is not remembered."""
+    """What is raised without a Reason says nothing, and is reported as the plugin's fault; it is not remembered."""
     backend = Refusing(reasons_given=junk)
     session = q4.Session(registry=registry(backend))
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_a_refusal_without_reasons_is_a_plugin_error(junk: Any) -> None:
     assert len(backend.asked) == 2
 
 
-def test_a_refusal_is_told_as_an_event() -> None:
+def test_a_refusal_is_reported_as_an_event() -> None:
     """q4.prepare says who refused and why, and speaks of no error."""
     with heard("q4.prepare") as events:
         q4.Session(registry=registry(Refusing())).linear(_weight(), name="proj")

@@ -1,4 +1,4 @@
-"""The walk of a weight through ``Session.linear``: as docs/architecture.md tells it, and no longer than that."""
+"""The walk of a weight through ``Session.linear``: as docs/architecture.md describes it, and no longer than that."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_a_mutable_tensor_of_its_sole_owner_is_not_copied() -> None:
 
 
 def test_a_copy_in_managed_memory_needs_the_package() -> None:
-    """Whoever copies within a provider's memory is told what to install."""
+    """The error of a copy within a provider's memory says what to install."""
     with pytest.raises(q4.UnifiedMemoryError, match=r"in memory of fake, on cpu.*pip install q4-um-managed"):
         BARE.placer_type().copy_into(FakeProvider(), torch.ones(3), "copy for state")
 

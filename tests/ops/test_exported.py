@@ -76,7 +76,7 @@ def test_a_program_gives_the_same_bits_in_another_process(folder: Path) -> None:
     assert _run(LOAD, folder, Q4_CPU_ISA="avx2") == "True"
 
 
-def test_another_instruction_set_is_told(folder: Path) -> None:
+def test_another_instruction_set_is_reported(folder: Path) -> None:
     """Kernels that the program was not exported with don't take their place in silence."""
     other = next(
         (
@@ -94,7 +94,7 @@ def test_another_instruction_set_is_told(folder: Path) -> None:
     assert "Q4_CPU_ISA" in told
 
 
-def test_a_missing_plugin_is_told(folder: Path) -> None:
+def test_a_missing_plugin_is_reported(folder: Path) -> None:
     """Which backend the program needs, and which there are."""
     told = _run(LOAD, folder, Q4_DISABLE_PLUGINS="cpu-native")
     assert told.startswith("UnknownBackendError exported program: backend must be one of")
@@ -156,7 +156,7 @@ def test_a_plan_is_imported_once_and_proven(elsewhere: Callable[..., Call]) -> N
 
 
 def test_a_number_of_another_registry_means_nothing_elsewhere(elsewhere: Callable[..., Call]) -> None:
-    """A process with two registries tells their backends apart by a number, which is no part of the plan."""
+    """A process with two registries distinguishes their backends by a number, which is no part of the plan."""
     *call, y = elsewhere(Describing(), key=lambda key: key.replace(" {", "#2 {", 1))
     assert torch.equal(torch.ops.q4core.linear(*call), y)
 
@@ -252,7 +252,7 @@ def test_a_description_that_is_no_json_is_the_backends_fault() -> None:
 
 
 def test_tiles_of_another_size_are_refused_before_they_are_read() -> None:
-    """A description that tells more than the buffers hold can't make cpu-native read beyond them."""
+    """A description that states more than the buffers hold can't make cpu-native read beyond them."""
     backend: Any = q4.default_registry().backends().get("cpu-native")
     if backend is None:
         pytest.skip("cpu-native is not built here")

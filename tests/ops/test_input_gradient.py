@@ -22,7 +22,7 @@ CONFIG = q4.SessionConfig(gradients=True)
 
 
 class Differentiating(FakeBackend):
-    """A right backend with an input gradient, damaged as told; remembers each call of it."""
+    """A right backend with an input gradient, damaged as configured; remembers each call of it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Differentiating(FakeBackend):
         return super().prepare(weight, request, context)
 
     def input_gradient(self, prepared: q4.Prepared, grad: torch.Tensor, out: torch.Tensor, *, path: str) -> None:
-        """Compute through the codec, damaged as told."""
+        """Compute through the codec, damaged as configured."""
         assert grad.dim() == out.dim() == 2
         assert grad.is_contiguous()
         assert out.is_contiguous()
@@ -98,7 +98,7 @@ def test_backward_calls_the_backend() -> None:
     assert [item["name"] for item in record.to_dict()["gradients"]] == ["few", "many"]
 
 
-def test_prepare_is_told_the_gradient_paths() -> None:
+def test_prepare_receives_the_gradient_paths() -> None:
     """The context says which gradient paths serve which rows; none where no gradients are asked for."""
     backend = Differentiating()
     _layer(backend, m=(2, 30))
@@ -108,7 +108,7 @@ def test_prepare_is_told_the_gradient_paths() -> None:
 
 
 def test_nothing_is_asked_or_probed_for_inference() -> None:
-    """Without a wish for gradients the backend is never asked for one, and backward is the core's own."""
+    """Without a request for gradients the backend is never asked for one, and backward is the core's own."""
     backend = Differentiating()
     layer = _layer(backend, q4.SessionConfig())
     assert {request.op for request in backend.requests} == {"linear"}
@@ -156,7 +156,7 @@ def test_a_wrong_gradient_bars_the_gradient_alone(damage: Callable[[torch.Tensor
     assert backend.gradients == []
 
 
-def test_a_wrong_gradient_is_told_element_by_element() -> None:
+def test_a_wrong_gradient_is_reported_element_by_element() -> None:
     """The probe of a gradient names its worst element, too, and one that was not written as such."""
     with pytest.warns(
         q4.Q4ProbeWarning, match=r"1 of 128 elements is wrong; worst out\[0, 7\] = 0, exact .+ ± .+ × its"
@@ -220,7 +220,7 @@ def test_a_refused_gradient_is_the_cores() -> None:
     _assert_right(layer)
 
 
-def test_a_check_that_raises_for_the_gradient_is_told() -> None:
+def test_a_check_that_raises_for_the_gradient_is_reported() -> None:
     """A fault of check bars the gradient, not the backend."""
 
     class Raising(Differentiating):
@@ -339,7 +339,7 @@ def test_more_rows_than_asked_for_are_the_cores() -> None:
     assert backend.gradients == [("fake_gradient", 4)]
 
 
-def test_a_gradient_that_raises_in_use_is_told() -> None:
+def test_a_gradient_that_raises_in_use_is_reported() -> None:
     """What a proven gradient raises later reaches the caller as an error that names backend and path."""
     broken = False
 

@@ -59,7 +59,7 @@ def test_gradcheck_in_float64_is_not_offered_but_finite_differences_agree() -> N
 
 
 def test_layers_of_one_shape_share_a_plan_and_count_apart() -> None:
-    """Equal layers have one plan name, and the op still tells them apart."""
+    """Equal layers have one plan name, and the op still distinguishes them."""
     session = q4.Session(registry=registry(FakeBackend()))
     one, two = (session.linear(q4.quantize(torch.randn(N, K), "nf4")) for _ in range(2))
     assert one._plan_key == two._plan_key
@@ -80,7 +80,7 @@ def test_layers_over_one_weight_count_apart() -> None:
 
 
 def test_a_plan_name_depends_on_its_facts_only() -> None:
-    """The name is the same for equal facts in another registry's backend, but for the number that tells them apart."""
+    """Equal facts give the same name in another registry's backend, but for a number that distinguishes them."""
     first, second = _layer()._plan_key, _layer()._plan_key
     assert first.split("#")[0] == second.split("#")[0]
     assert first != second

@@ -1,4 +1,4 @@
-"""Fixtures of the tests beside other libraries."""
+"""Fixtures of the tests against other libraries."""
 
 from tests.support.peers import (
     dense,

@@ -1,4 +1,4 @@
-"""MiniLM's own weights: vectors as transformers' and in four bits as other libraries', by the benchmark that tells."""
+"""MiniLM's own weights: vectors as transformers' and in four bits as other libraries', by the benchmark's figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_embeddings_as_measured() -> None:
         assert found["q4core, trained for 2 steps"] > found["q4core, rounded"]
 
 
-def test_sentence_transformers_takes_the_wish() -> None:
+def test_sentence_transformers_takes_the_option() -> None:
     """sentence-transformers loads it quantised by what it passes on: packed layers, vectors as near as rounding."""
     texts = embeddings.halves()[0][:4]
     folder = str(embeddings.folder())

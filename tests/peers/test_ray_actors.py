@@ -58,7 +58,7 @@ def system(cluster: Any) -> Iterator[ActorSystem]:
 
 
 def expect_death(system: ActorSystem, name: str) -> None:
-    """Expect that the system soon tells of a dead actor."""
+    """Expect that the system soon reports a dead actor."""
     until(lambda: system._dead is not None)
     with pytest.raises(ActorDeadError, match=name):
         system.check()
@@ -95,7 +95,7 @@ def test_errors(system: ActorSystem) -> None:
     ref.ask(1, timeout=scaled(60.0))
     with pytest.raises(AskTimeoutError, match="actor 'slow' did not answer"):
         ref.ask(("sleep", 0.5), timeout=0.05)
-    for _ in range(3):  # beside the one that is late
+    for _ in range(3):  # in addition to the one that is late
         ref.tell("x", timeout=0)
     with pytest.raises(MailboxFullError, match="mailbox of actor 'slow' is full"):
         ref.tell("x", timeout=0)
@@ -133,7 +133,7 @@ def test_answers_and_exits(system: ActorSystem) -> None:
 
 
 def test_start_that_fails(system: ActorSystem) -> None:
-    """Whoever asks an actor whose arguments can't be unpickled is told why."""
+    """A call on an actor whose arguments can't be unpickled raises the reason."""
     ref = system.spawn(Holding, Gone(), name="lost")
     with pytest.raises(ActorDeadError, match=r"actor 'lost' is dead: .*it has vanished"):
         ref.ask(1, timeout=scaled(60.0))
@@ -276,6 +276,6 @@ def test_lost_node(cluster: Any) -> None:
         with pytest.raises(ActorDeadError, match=r"actor 'remote' is dead: Ray says: .*node"):
             ref.ask(1, timeout=scaled(60.0))
         assert not ref.is_alive()
-        expect_death(system, "remote")  # whoever waits for a tensor is told, too
+        expect_death(system, "remote")  # calls that wait for a tensor raise, too
         state.replace(torch.ones(3))
         assert state.version == 1

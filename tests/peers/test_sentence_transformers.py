@@ -78,7 +78,7 @@ def test_dense_and_normalize(activation: Any, base: Path, *, bias: bool) -> None
 
 
 def test_prompts(base: Path) -> None:
-    """The default prompt stands before every text; others are chosen by name, and an unknown name is an error."""
+    """The default prompt precedes every text; others are chosen by name, and an unknown name is an error."""
     prompts = {"query": "the query ", "passage": "a passage ", "none": ""}
     folder, theirs = save(base, modules.Pooling(64, "mean"), prompts=prompts, default_prompt_name="query")
     with SentenceEncoder.open(folder, EXACT, cache="off") as model:

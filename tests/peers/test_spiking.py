@@ -1,4 +1,4 @@
-"""q4-snn beside snnTorch: the same spikes, the same gradients, networks exchanged by NIR both ways; STDP apart."""
+"""q4-snn against snnTorch: the same spikes, the same gradients, networks exchanged by NIR both ways; STDP apart."""
 
 from __future__ import annotations
 

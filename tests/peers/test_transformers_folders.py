@@ -299,7 +299,7 @@ def test_a_head_of_its_own_in_a_tied_model(kind: str, tmp_path: Path) -> None:
     assert ours.config.tie_word_embeddings is (kind != "another")
 
 
-def test_a_head_of_its_own_is_told(tmp_path: Path) -> None:
+def test_a_head_of_its_own_is_reported(tmp_path: Path) -> None:
     """A head that the config denies is a warning; saved and loaded again it is still there."""
     save(tmp_path)
     change_head(tmp_path, HEADS["another"])

@@ -83,7 +83,7 @@ def test_tokens(text: str, ours: LanguageModel, theirs: tuple[Any, Any]) -> None
 
 
 def test_fractions(ours: LanguageModel, theirs: tuple[Any, Any], peer: Callable[[str], ModuleType]) -> None:
-    """A fraction behind a space stands alone, as the pre-tokeniser ``smollm`` says.
+    """A fraction behind a space is a token by itself, as the pre-tokeniser ``smollm`` says.
 
     transformers 5.23 passes over ``tokenizer.ggml.pre``; given the pre-tokeniser that the file names, it agrees.
     """

@@ -123,7 +123,7 @@ def test_features() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_names_and_configs_go_both_ways(name: str) -> None:
-    """A config told as transformers would is read as the same config; every name goes there and back."""
+    """A config in transformers' form is read as the same config; every name goes there and back."""
     theirs, ours, told = pair(name)
     again = config_to_hf(ours.config, told["model_type"])
     assert config_from_hf(again) == config_from_hf(told)

@@ -1,4 +1,4 @@
-"""Backends that were written to API 1.0: what runs as it is, and what the others are told."""
+"""Backends that were written to API 1.0: what runs unchanged, and the error for the others."""
 
 from __future__ import annotations
 

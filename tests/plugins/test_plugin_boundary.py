@@ -1,4 +1,4 @@
-"""What a backend or plugin does wrong stays at its boundary: told, typed, and never the caller's wrong number."""
+"""What a backend or plugin does wrong stays at its boundary: reported, typed, and never the caller's wrong number."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_wrong_export_disqualifies_its_backend(junk: str) -> None:
     assert torch.equal(q4.dequantize(layer.packed_weight()), q4.dequantize(weight))
 
 
-def test_a_wrong_export_is_told_by_its_first_wrong_value() -> None:
+def test_a_wrong_export_is_reported_by_its_first_wrong_value() -> None:
     """The place in the weight, what the export says of it, and what the source does; of rows alone, too."""
     weight = _weight()
     exact = q4.dequantize(weight, torch.float64)
@@ -155,7 +155,7 @@ class Breaking(FakeBackend):
     error: BaseException | None = None
 
     def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
-        """Compute, or raise as told."""
+        """Compute, or raise as configured."""
         if self.error is not None:
             raise self.error
         super().linear(prepared, x, out, bias=bias, path=path)
@@ -256,7 +256,7 @@ def test_warnings_as_errors_do_not_spoil_the_registry() -> None:
     assert len(records["a-broken"].errors) == 1
 
 
-def test_an_observer_that_raises_is_told_once() -> None:
+def test_an_observer_that_raises_is_reported_once() -> None:
     """q4_event that raises is recorded and warned of once, though it is called again; the others go on."""
     calls: list[str] = []
     heard: list[str] = []

@@ -41,8 +41,8 @@ def test_a_hook_that_raises_costs_only_its_own_plugin() -> None:
     assert _records(registry)["good"].errors == []
 
 
-def test_a_plugin_whose_hooks_are_not_marked_is_told() -> None:
-    """Without @q4core.hookimpl nothing is ever called: each name of a hook that is not marked is told."""
+def test_a_plugin_whose_hooks_are_not_marked_is_reported() -> None:
+    """Without @q4core.hookimpl nothing is ever called: each name of a hook that is not marked is reported."""
     module = types.ModuleType("forgetful")
     module.q4_backends = lambda: [FakeBackend("never")]  # type: ignore[attr-defined]
     module.q4_formats = _nothing  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ def test_a_plugin_whose_hooks_are_not_marked_is_told() -> None:
         assert list(registry.backends()) == ["good"]
 
 
-def test_a_plugin_without_any_hook_is_told() -> None:
+def test_a_plugin_without_any_hook_is_reported() -> None:
     """A module that implements no hook brings nothing, which is no state to call loaded and leave at that."""
     registry = q4.Registry([("empty", types.ModuleType("empty"))])
     with pytest.warns(q4.Q4PluginWarning, match="brings no hook.*q4_backends"):
@@ -69,8 +69,8 @@ def test_a_plugin_without_any_hook_is_told() -> None:
 
 
 @pytest.mark.parametrize("version", [(3, 0), (2, 1), (1, 99), (0, 9), "2.0", None, (2,), ([2], 0)])
-def test_a_wrong_api_version_is_refused_and_told(version: object) -> None:
-    """A backend of another API version is not used, and stands among the rejections with its reason."""
+def test_a_wrong_api_version_is_refused_and_reported(version: object) -> None:
+    """A backend of another API version is not used, and is among the rejections with its reason."""
     registry = q4.Registry([("a", plugin(FakeBackend("old", api_version=version), FakeBackend("good")))])
     with pytest.warns(q4.Q4PluginWarning, match="api_version"):
         assert list(registry.backends()) == ["good"]
@@ -79,7 +79,7 @@ def test_a_wrong_api_version_is_refused_and_told(version: object) -> None:
 
 
 def test_a_duplicate_backend_name_disables_all_of_that_name() -> None:
-    """Two backends of one name: neither is used, whatever the order, and both plugins are told."""
+    """Two backends of one name: neither is used, whatever the order, and both plugins are reported."""
     pairs = [("a", plugin(FakeBackend("twin"))), ("b", plugin(FakeBackend("twin"), FakeBackend("other")))]
     for order in (pairs, pairs[::-1]):
         forget_warnings()
@@ -98,7 +98,7 @@ def test_a_duplicate_plugin_name_is_recorded() -> None:
 
 
 def test_an_unknown_hook_is_reported() -> None:
-    """A misspelt hook is told, with the hooks there are."""
+    """A misspelt hook is reported, with the hooks there are."""
     module = plugin(FakeBackend(), q4_backendz=_nothing)
     registry = q4.Registry([("a", module)])
     with pytest.warns(q4.Q4PluginWarning, match="unknown hook 'q4_backendz'"):
@@ -187,7 +187,7 @@ def _run(code: str, tmp_path: Path, **environment: str) -> str:
 BACKENDS = "import q4core as q4; print(','.join(q4.default_registry().backends()))"
 
 
-def test_modules_from_the_environment_are_loaded_beside_broken_ones(tmp_path: Path) -> None:
+def test_modules_from_the_environment_are_loaded_next_to_broken_ones(tmp_path: Path) -> None:
     """Q4_PLUGIN_MODULES loads source trees; one that raises or exits at import is a record."""
     modules = "q4_test_broken,q4_test_exits,q4_test_good,q4_test_absent"
     assert _run(BACKENDS, tmp_path, Q4_PLUGINS="gguf", Q4_PLUGIN_MODULES=modules) == "dequant-fallback,good"
@@ -256,7 +256,7 @@ def test_names_of_plugins_are_those_that_the_variables_let_in() -> None:
     assert names == ("dequant-fallback", "gguf", "q4_no_such")
 
 
-def test_a_failed_plugin_stands_among_the_rejections(tmp_path: Path) -> None:
+def test_a_failed_plugin_is_among_the_rejections(tmp_path: Path) -> None:
     """The import error of a plugin is a reason that the user sees when nothing may serve."""
     code = (
         "import q4core as q4, torch\n"
@@ -288,7 +288,7 @@ def test_an_allow_list_without_names_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variable", ["Q4_PLUGINS", "Q4_DISABLE_PLUGINS"])
 @pytest.mark.parametrize(("wrong", "closest"), [("dialectz", "dialects"), ("Quite-Other", None)])
-def test_names_that_fit_no_plugin_are_told(variable: str, wrong: str, closest: str | None) -> None:
+def test_names_that_fit_no_plugin_are_reported(variable: str, wrong: str, closest: str | None) -> None:
     """A name in the environment that fits nothing is a record and one warning, with the closest name there is."""
     plugins = [("dialects", plugin()), ("gguf", plugin())]
     registry = q4.Registry(plugins, environment={variable: f"gguf, {wrong}"})
@@ -311,7 +311,7 @@ def test_the_processs_variables_are_not_held_against_given_plugins(monkeypatch: 
     assert [record.name for record in q4.Registry([("gguf", plugin())]).records()] == ["gguf"]
 
 
-def test_a_name_that_both_variables_have_wrong_is_told_for_each() -> None:
+def test_a_name_that_both_variables_have_wrong_is_reported_for_each() -> None:
     """One record holds what is wrong with a name in Q4_PLUGINS and in Q4_DISABLE_PLUGINS."""
     variables = {"Q4_PLUGINS": "x,x", "Q4_DISABLE_PLUGINS": "x"}
     registry = q4.Registry([("gguf", plugin())], environment=variables)

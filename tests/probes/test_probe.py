@@ -112,7 +112,7 @@ def test_the_worst_element_of_a_large_weight_has_its_own_index() -> None:
     ],
 )
 def test_a_failed_probe_says_what_kind_of_wrong(fault: str, words: str) -> None:
-    """All zero and not finite are told, and an element with them."""
+    """All zero and not finite are reported, and an element with them."""
     assert words in _told(FakeBackend("wrong", damage=FAULTS[fault]))
 
 
@@ -128,8 +128,8 @@ def test_a_failed_probe_says_what_kind_of_wrong(fault: str, words: str) -> None:
         ("NaN", "at M = 1: 40 of 40 elements not written, or NaN, first y[0, 0]"),
     ],
 )
-def test_what_was_not_written_or_is_nan_is_told(how: str, words: str, dtype: torch.dtype) -> None:
-    """A backend that returns without writing, writes a part or computes NaN is told so, with the first element."""
+def test_what_was_not_written_or_is_nan_is_reported(how: str, words: str, dtype: torch.dtype) -> None:
+    """A backend that returns without writing, writes a part or computes NaN is reported, with the first element."""
 
     class Lazy(FakeBackend):
         def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:

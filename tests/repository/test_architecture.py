@@ -34,7 +34,7 @@ PUBLIC_MODULES = {
 }
 """What may be imported from: the face itself, and the submodules that the guide documents."""
 CORE_IMPORTS = {"torch", "attrs", "pluggy", "structlog"}
-"""What the core imports beside itself and the standard library: no less, and no more."""
+"""What the core imports besides itself and the standard library: no less, and no more."""
 REFERENCE = "q4_dequant_fallback"
 """The kit needs it, and finds it by its entry point, as it finds whatever it judges: it imports no plugin."""
 QUANTIZER = "q4_quantize"
@@ -59,7 +59,7 @@ OUT_OF_ROOM = frozenset(
 
 
 def _packages() -> dict[str, Path]:
-    """Return every package that lives beside the core, by module name."""
+    """Return every package that lives next to the core, by module name."""
     folders = [*ROOT.glob("plugins/*/src/q4_*"), *ROOT.glob("conformance/**/src/q4_*")]
     return {folder.name: folder for folder in sorted(folders)}
 
@@ -140,7 +140,7 @@ def _top(item: Import) -> str:
 
 def _run_fresh(code: str, **variables: str) -> dict[str, object]:
     """Run code in a new interpreter and return the JSON object that it prints."""
-    # Compiled modules are kept, as they are on a user's machine, whatever this shell says.
+    # Compiled modules are left there, as on a user's machine, whatever this shell's settings are.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment |= variables
     command = [sys.executable, "-c", code]

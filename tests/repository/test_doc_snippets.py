@@ -1,4 +1,4 @@
-"""A program that a page starts with stands alone; those that go on from it are run by the tests of their page."""
+"""A page's first program is complete; those that continue it are run by the tests of their page."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def test_there_are_programs() -> None:
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS.values(), ids=SNIPPETS)
-def test_a_program_that_imports_torch_stands_alone(snippet: str) -> None:
+def test_a_program_that_imports_torch_is_complete(snippet: str) -> None:
     """It needs no name of a program above it."""
     assert undefined(snippet) == set()

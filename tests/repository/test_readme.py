@@ -32,7 +32,7 @@ def test_readme_has_examples() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda _: "")
 def test_example_runs(example: str, tmp_path: Path) -> None:
-    """Each Python example runs as it stands, in an empty folder."""
+    """Each Python example runs unchanged, in an empty folder."""
     run_python(tmp_path, "-c", example)
 
 

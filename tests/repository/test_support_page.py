@@ -22,7 +22,7 @@ def _rows(title: str) -> list[list[str]]:
 
 
 def test_every_dialect_has_its_formats() -> None:
-    """Each dialect that reads something stands in the table, with the formats that it has, and no other does."""
+    """Each dialect that reads something is in the table, with the formats that it has, and no other does."""
     told = {
         name: set(row[1].split(", "))
         for row in _rows("Dialects")
@@ -33,7 +33,7 @@ def test_every_dialect_has_its_formats() -> None:
 
 
 def test_every_backend_has_its_formats_and_devices() -> None:
-    """Each backend of this repository stands in the table with formats and devices as its manifest has them."""
+    """Each backend of this repository is in the table with formats and devices as its manifest has them."""
     backends = {backend.name: backend.capabilities for backend in q4.default_registry().backends().values()}
     rows = {row[0].strip("`"): row for row in _rows("Backends")}
     assert rows.keys() == backends.keys()

@@ -40,8 +40,8 @@ def test_the_contract_is_whole() -> None:
     assert {use for uses in USES.values() for use in uses} == set(USE_CASES)
 
 
-def test_use_cases_are_told() -> None:
-    """docs/use-cases.md tells each use case, under its id and title, with the contract cases that prove it."""
+def test_use_cases_are_documented() -> None:
+    """docs/use-cases.md has each use case, under its id and title, with the contract cases that prove it."""
     text = (DOCS / "use-cases.md").read_text(encoding="utf-8")
     assert re.findall(r"^## (UC-\d+): (.+)$", text, re.MULTILINE) == list(USE_CASES.items())
     for use, part in zip(USE_CASES, re.split(r"^## UC-", text, flags=re.MULTILINE)[1:], strict=True):

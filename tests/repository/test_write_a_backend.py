@@ -74,7 +74,7 @@ def test_hello_world_is_found(folder: Path) -> None:
 
 
 def test_hello_world_serves(folder: Path) -> None:
-    """A session that names it runs it, and the record is what the page shows beside the reference alone."""
+    """A session that names it runs it, and the record is what the page shows with the reference alone."""
     assert run(folder, "-c", USE, Q4_PLUGINS="hello,dequant-fallback") == RECORD
 
 

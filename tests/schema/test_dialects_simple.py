@@ -85,7 +85,7 @@ def test_dtype_comes_from_the_config() -> None:
     assert any("float32 assumed" in note for note in weight.notes)
 
 
-def test_unlike_code_book_is_kept() -> None:
+def test_unlike_codebook_is_preserved() -> None:
     """A code book that is NF4's kind but not its very levels becomes the weight's own."""
     table = NF4.to(torch.bfloat16).to(torch.float32)
     weight = _read(_trio(table=table))

@@ -107,7 +107,7 @@ def test_each_module_is_decided_by_itself() -> None:
 
 @pytest.mark.parametrize("kind", ["info", "meta"])
 def test_metadata_is_enough(kind: str) -> None:
-    """Names, dtypes and shapes suffice; what only numbers tell is noted as assumed."""
+    """Names, dtypes and shapes suffice; what only numbers decide is noted as assumed."""
     tensors = {
         name: q4.TensorInfo(item.dtype, item.shape) if kind == "info" else item.to("meta")
         for name, item in {**_pair("b"), **_trio("a")}.items()
@@ -347,7 +347,7 @@ def test_an_open_question_stays_open() -> None:
 
 
 def test_sparse_tensors_are_a_problem_where_a_layer_needs_them() -> None:
-    """A side tensor that is sparse can't be read, and is told; a sparse tensor of no layer is nobody's problem."""
+    """A side tensor that is sparse can't be read, and is reported; a sparse tensor of no layer is nobody's problem."""
     tensors = {**_trio(), "proj.absmax": torch.ones(12).to_sparse(), "other.weight": torch.eye(3).to_sparse()}
     with pytest.raises(q4.SchemaError) as caught:
         detect_or_fail(tensors)
@@ -369,7 +369,7 @@ class Reader(Twin):
         self.result = result
 
     def read(self, layer: q4.LayerSchema, load: Callable[[str], torch.Tensor]) -> q4.PackedWeight:
-        """Give what it was told to."""
+        """Return or raise the configured result."""
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
@@ -388,7 +388,7 @@ def test_values_of_any_dialect_are_looked_at_as_a_weight() -> None:
     assert detect_or_fail(bare, dialects=[Reader(weight)], load=TWIN.__getitem__).layers
 
 
-def test_a_dialect_that_fails_to_read_is_told_of_once() -> None:
+def test_a_dialect_that_fails_to_read_is_reported_once() -> None:
     """A plugin's own error while it reads is a warning that names dialect and layer, and no verdict on the tensors."""
     with pytest.warns(q4.Q4PluginWarning, match=r"'reader' raised ZeroDivisionError.* as it read 'proj'"):
         assert detect_or_fail(TWIN, dialects=[Reader(ZeroDivisionError())]).layers

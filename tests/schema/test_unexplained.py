@@ -1,4 +1,4 @@
-"""Packed integers beside scales that no dialect explains: an error of its own kind, never dense tensors."""
+"""Packed integers next to scales that no dialect explains: an error of its own kind, never dense tensors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_known_packings_are_named(name: str, owner: str) -> None:
     assert [(problem.code, problem.value) for problem in schema.unsupported] == [("unsupported", owner)]
 
 
-def test_beside_layers_that_are_read(tmp_path: Path) -> None:
+def test_next_to_layers_that_are_read(tmp_path: Path) -> None:
     """Others are read; the layer of nobody is listed, is not in the checkpoint, and asking for it is an error."""
     path = add_tensors(tmp_path / "model.safetensors", layers(UNREAD["of nobody"], "a"))
     with q4.open(path) as checkpoint:

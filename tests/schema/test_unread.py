@@ -58,7 +58,7 @@ def test_recognised_layers_that_nothing_reads_are_an_error(
     assert set(caught.value.schema.dense) == {name for name in tensors if "norm" in name}
 
 
-def test_a_method_of_a_plugin_that_is_missing_is_told_with_it(has_dialects: bool, tmp_path: Path) -> None:
+def test_a_method_of_a_missing_plugin_is_reported_with_it(has_dialects: bool, tmp_path: Path) -> None:
     """The core alone says which package reads a file that bitsandbytes wrote; with that package, it is not named."""
     with pytest.raises(q4.SchemaError) as caught:
         q4.open(model(tmp_path, BITSANDBYTES, "bitsandbytes"))

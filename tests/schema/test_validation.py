@@ -236,7 +236,7 @@ def test_several_faults_are_all_found_by_both(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_values_are_named_by_place(name: str) -> None:
-    """A problem of value says which number is wrong, and where it stands."""
+    """A problem of value says which number is wrong, and where it is."""
     sample = _sample(name)
     role = "nested_scale" if "nested" in name else "scale"
     tensors = dict(sample.tensors)
@@ -283,7 +283,7 @@ def test_metadata_alone_has_no_values(name: str) -> None:
 
 
 def test_values_that_are_lazy_are_not_read() -> None:
-    """Entries that a loader would have to fetch are left alone, but for the small ones that tell the layout."""
+    """Entries that a loader would have to fetch are left alone, but for the small ones that decide the layout."""
     sample = _sample("torchao-nvfp4-linear")
     bare = {key: q4.TensorInfo(tensor.dtype, tensor.shape) for key, tensor in sample.tensors.items()}
     asked: list[str] = []
@@ -327,7 +327,7 @@ def _experts(count: int) -> dict[str, torch.Tensor]:
         {"proj._weight_per_tensor_scale": torch.tensor(NAN), "proj._weight_scale": None},
     ],
 )
-def test_faults_of_experts_are_told_once_by_both(changes: dict[str, torch.Tensor | None]) -> None:
+def test_faults_of_experts_are_reported_once_by_both(changes: dict[str, torch.Tensor | None]) -> None:
     """What is wrong with a tensor of all experts is one problem, not one for each, in both functions."""
     sample = _sample("torchao-nvfp4-linear")
     assert len(q4.detect_or_fail(_experts(4), metadata=sample.metadata).layers) == 4

@@ -41,7 +41,7 @@ def _select(*backends: FakeBackend, **wishes: object) -> q4.Selection:
     return select_backend(request, {item.name: item for item in backends}, **wishes)  # type: ignore[arg-type]
 
 
-def test_highest_tier_wins_and_the_loser_is_told() -> None:
+def test_highest_tier_wins_and_the_loser_is_reported() -> None:
     """The higher tier wins, and the other one is listed as outranked."""
     low, high = (
         FakeBackend("low", paths=(_path("a", 1, None, 20),)),
@@ -243,7 +243,7 @@ OFFERS = st.one_of(st.just(()), st.lists(PATHS, min_size=1, max_size=3))
     low=st.integers(1, 6),
     high=st.one_of(st.none(), st.integers(6, 12)),
 )
-def test_every_mix_of_wishes_is_answered_truly(  # one argument per axis
+def test_every_mix_of_options_is_answered_correctly(  # one argument per axis
     offers: list[list[q4.KernelPath]],
     compute_path: q4.ComputePath,
     override: int | None,
@@ -277,7 +277,7 @@ WANTED = {
 
 
 def _check_refusal(error: q4.Q4Error, backends: dict[str, FakeBackend], name: str | None, *, is_default: bool) -> None:
-    """An error is of the right kind, and tells of every backend that was concerned."""
+    """An error is of the right kind, and reports every backend that was concerned."""
     if isinstance(error, q4.UnknownBackendError):
         assert name not in backends
     elif isinstance(error, q4.PolicyConflictError):
@@ -290,7 +290,7 @@ def _check_refusal(error: q4.Q4Error, backends: dict[str, FakeBackend], name: st
 
 
 def _check_record(selection: q4.Selection, backends: dict[str, FakeBackend], request: q4.Request) -> None:
-    """Every loser is told with a reason; the segments are the range asked for, each inside its path's own range."""
+    """Every loser is reported with a reason; the segments are the range asked for, each inside its path's own range."""
     assert {item.backend for item in selection.rejections} == set(backends) - {selection.backend}
     assert all(item.reasons for item in selection.rejections)
     assert selection.segments[0].low == request.m[0]
@@ -323,7 +323,7 @@ def _check_obedience(
 
 
 def test_warm_selection_comes_from_the_cache() -> None:
-    """The same request under the same wishes asks no backend twice."""
+    """The same request under the same options asks no backend twice."""
     backend = FakeBackend()
     plugins = registry(backend)
     first = q4.select(REQUEST, registry=plugins)

@@ -95,7 +95,7 @@ def _select(drawn: Sequence[Cast], wish: Wish, order: random.Random | None = Non
 
 
 def _expect_reasons(facts: Sequence[Fact], result: model.Answer, wish: Wish, rejections: Sequence[Any]) -> None:
-    """Every backend that does not serve is told of, with all its reasons and no other."""
+    """Every backend that does not serve is reported, with all its reasons and no other."""
     for fact in facts:
         if fact.name == result.winner:
             assert fact.name not in {item.backend for item in rejections}
@@ -151,7 +151,7 @@ def _is_mere_reference(fact: Fact) -> bool:
 
 
 def _expect_fallback(text: str | None, facts: Sequence[Fact], result: model.Answer, wish: Wish) -> None:
-    """A fallback, and no other answer, says why no kernel serves: of each that might, what was told of it."""
+    """A fallback, and no other answer, says why no kernel serves: for each that might, the reported reason."""
     assert (text is not None) == result.is_fallback
     if text is None:
         return
@@ -264,7 +264,7 @@ def test_a_fallback_from_a_refused_override_says_why_it_was_refused() -> None:
 def test_an_override_is_a_conflict_where_the_policy_rules_out_its_paths(
     offered: list[q4.KernelPath], policy: q4.ComputePath, error: type[q4.Q4Error]
 ) -> None:
-    """It is a conflict if the policy rules out paths that work, and unavailable if other reasons stand beside."""
+    """It is a conflict if the policy rules out paths that work, and unavailable if there are other reasons as well."""
     wish = Wish(compute_path=policy, override="ant")
     drawn = [_cast("ant", *offered)]
     assert answer([fact_of(cast, wish) for cast in drawn], wish).error is error
@@ -320,7 +320,7 @@ def _expect_memory(record: q4.Diagnostics, memory: Memory) -> None:
 
 
 def _expect_memory_error(error: q4.Q4Error, memory: Memory) -> None:
-    """Required unified memory that can't be had is told first of all, with the attributes that decided."""
+    """Required unified memory that can't be had is reported first of all, with the attributes that decided."""
     assert isinstance(error, q4.UnifiedMemoryError)
     assert memory.fact in str(error)
     assert error.attributes
@@ -330,7 +330,7 @@ def _expect_memory_error(error: q4.Q4Error, memory: Memory) -> None:
 
 @attrs.define
 class Made:
-    """What came of asking a session for a layer, and what was told meanwhile."""
+    """What came of asking a session for a layer, and what was reported meanwhile."""
 
     layer: q4.Q4Linear | None = None
     error: q4.Q4Error | None = None
@@ -374,7 +374,7 @@ def _make(drawn: Sequence[Cast], wish: Wish, memory: Memory, x: torch.Tensor) ->
 @settings(max_examples=150)
 @given(mix=mixes(players()), memory=MEMORIES)
 @pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
-def test_every_mix_of_a_session_is_told_truly(mix: tuple[list[Cast], Wish], memory: Memory) -> None:
+def test_every_mix_of_a_session_is_reported_correctly(mix: tuple[list[Cast], Wish], memory: Memory) -> None:
     """With probes that run and unified memory asked for, a layer's record is the model's, and its numbers are right."""
     drawn, wish = mix
     facts, result, is_probe_failed = _after_probes(drawn, wish)

@@ -1,4 +1,4 @@
-"""``q4.select``: a request under a configuration, every wish of which is followed or refused."""
+"""``q4.select``: a request under a configuration, every option of which is followed or rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _request(**facts: object) -> q4.Request:
 
 
 def test_the_precision_of_the_configuration_is_asked_for() -> None:
-    """A wish for int8 is refused where nobody has it, and followed where somebody has, as for a layer."""
+    """An option for int8 is rejected where no backend has it, and followed where one has, as for a layer."""
     config = q4.SessionConfig(activation_precision="int8")
     with pytest.raises(q4.BackendUnavailableError, match="int8"):
         q4.select(_request(), config, registry=registry())
@@ -29,7 +29,7 @@ def test_the_precision_of_the_configuration_is_asked_for() -> None:
 
 
 def test_gradients_of_the_configuration_are_asked_for() -> None:
-    """A wish for gradients reaches the request, so that int16 is not chosen under AUTO."""
+    """An option for gradients reaches the request, so that int16 is not chosen under AUTO."""
     rounded = attrs.evolve(A8, name="i16", precision=q4.Precision.W4I16)
     plugins = registry(FakeBackend(paths=(KERNEL_PATH, rounded)))
     assert q4.select(_request(), registry=plugins).path.name == "i16"

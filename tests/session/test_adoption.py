@@ -15,7 +15,7 @@ FORMATS = ("nf4", "q4_1", "mxfp4", "int4")
 
 
 class Describing(FakeBackend):
-    """A backend that can tell its layout."""
+    """A backend that can describe its layout."""
 
     def describe(self, meta: q4.WeightSpec) -> dict[str, Any]:
         """Return the spec as what JSON holds."""
@@ -23,7 +23,7 @@ class Describing(FakeBackend):
         return facts
 
     def meta_from(self, facts: dict[str, Any]) -> q4.WeightSpec:
-        """Return the spec that was told."""
+        """Return the spec that was described."""
         return q4.WeightSpec.from_json(json.dumps(facts))
 
 
@@ -99,7 +99,7 @@ def test_wrong_numbers_are_refused() -> None:
         q4.adopt_prepared(header, tensors, q4.Session(registry=registry(backend)))
 
 
-def test_a_layer_of_a_backend_that_tells_nothing_stays() -> None:
+def test_a_layer_of_a_backend_without_describe_stays() -> None:
     """Without describe, meta_from and export there is nothing to export, and the error says what to do."""
     for backend in (FakeBackend(), Describing(exports=False)):
         with pytest.raises(q4.LifecycleError, match="does not describe its layout") as caught:
@@ -171,7 +171,7 @@ def test_a_backend_that_is_not_selected_here_is_named() -> None:
 
 @pytest.mark.parametrize("key", sorted(told(made())[0]))
 def test_a_header_without_a_part_is_refused_or_needs_it_not(key: str) -> None:
-    """Name, dialect and notes are for people; without any other part nothing is taken up."""
+    """Name, dialect and notes are for people; without any other part nothing is reused."""
     header, tensors = told(made())
     rest = {name: value for name, value in header.items() if name != key}
     if key in {"name", "dialect", "notes"}:

@@ -1,4 +1,4 @@
-"""Sessions: lifetime, precedence of wishes, reports, isolation."""
+"""Sessions: lifetime, precedence of options, reports, isolation."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_precedence_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_unified_memory_policy_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Q4_UNIFIED_MEMORY stands below argument and context and above the default; a bad value is named."""
+    """Q4_UNIFIED_MEMORY ranks below argument and context and above the default; a bad value is named."""
     assert q4.resolve_config().unified_memory is q4.UnifiedMemoryPolicy.DISABLED
     monkeypatch.setenv("Q4_UNIFIED_MEMORY", "prefer_unified")
     assert q4.resolve_config().unified_memory is q4.UnifiedMemoryPolicy.PREFER_UNIFIED
@@ -136,7 +136,7 @@ def test_the_unified_memory_policy_has_a_variable(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_activation_precision_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Q4_PRECISION stands below argument and context and above the default; a bad value is named."""
+    """Q4_PRECISION ranks below argument and context and above the default; a bad value is named."""
     monkeypatch.setenv("Q4_PRECISION", "exact")
     assert q4.resolve_config().activation_precision is q4.ActivationPrecision.EXACT
     with q4.using(q4.SessionConfig(activation_precision="int8")):
@@ -306,7 +306,7 @@ def test_require_unified_without_a_provider_fails_with_the_attributes() -> None:
 
 
 def test_a_summary_holds_five_facts() -> None:
-    """``summary`` tells format, backend, compute path, fallback reason and native load state, and nothing else."""
+    """``summary`` states format, backend, compute path, fallback reason and native load state, and nothing else."""
     config = q4.SessionConfig(compute_path="kernel_or_fallback")
     session = q4.Session(config, registry=registry())
     with pytest.warns(q4.Q4FallbackWarning):

@@ -183,7 +183,7 @@ def _copying(place: Any) -> Any:
 
 
 def _refusal(**facts: Any) -> Callable[[Any], Any]:
-    """Let what is wrong with x be told with other facts."""
+    """Let what is wrong with x be reported with other facts."""
 
     def put(check_linear_call: Any) -> Any:
         def refuse(*call: Any, **more: Any) -> None:

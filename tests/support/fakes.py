@@ -53,7 +53,7 @@ class FakeBackend:
             self.export = self._export
 
     def check(self, request: q4.Request) -> q4.Support:
-        """Answer as told, and remember the request."""
+        """Answer as configured, and remember the request."""
         self.requests.append(request)
         if self.check_error is not None:
             raise self.check_error
@@ -62,13 +62,13 @@ class FakeBackend:
         return q4.Support.yes(self.paths, native_state=self.native_state)
 
     def prepare(self, weight: q4.PackedWeight, request: q4.Request, context: q4.PrepareContext) -> q4.Prepared:
-        """Copy the tensors, or raise as told."""
+        """Copy the tensors, or raise as configured."""
         if self.prepare_error is not None:
             raise self.prepare_error
         return q4.Prepared(tuple(tensor.clone() for _, tensor in weight.tensors()), q4.WeightSpec.of(weight))
 
     def linear(self, prepared: q4.Prepared, x: Any, out: Any, *, bias: Any, path: str) -> None:
-        """Compute through the codec, damaged as told, and remember path and rows."""
+        """Compute through the codec, damaged as configured, and remember path and rows."""
         self.calls.append((path, x.shape[0]))
         dense = q4.dequantize(prepared.meta.build(prepared.tensors), torch.float32)
         y = x.to(torch.float32) @ dense.T

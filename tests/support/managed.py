@@ -55,7 +55,7 @@ class FakeProvider:
         return tensor
 
     def is_available(self, device: torch.device) -> Any:
-        """Answer as told to."""
+        """Answer as configured."""
         self.calls.append("is_available")
         assert isinstance(device, torch.device)
         return self._answer

@@ -1,4 +1,4 @@
-"""Fixtures of the tests beside other libraries: quiet imports, random weights, files on disk, comparison by bits."""
+"""Fixtures of the tests against other libraries: quiet imports, random weights, files on disk, comparison by bits."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _OPS = {f"q4core::{name}": kernel for name, kernel in registration.KERNELS.items
 
 @attrs.define
 class Pretence:
-    """What the device is told and what it saw.
+    """What the device is configured to do and what it saw.
 
     Args:
         current: Index of the current device.
@@ -158,7 +158,7 @@ class _Pretended(torch.Tensor):
 
 
 def _require_one_device(name: str, tensors: list[torch.Tensor]) -> None:
-    """Refuse tensors of the device beside others, but for single numbers, as CUDA does."""
+    """Refuse tensors of the device together with others, but for single numbers, as CUDA does."""
     apart = [tensor for tensor in tensors if not isinstance(tensor, _Pretended) and tensor.dim()]
     if apart and any(isinstance(tensor, _Pretended) for tensor in tensors):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in apart)

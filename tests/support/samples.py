@@ -25,7 +25,7 @@ FORMAT_KINDS = [(name, kind) for name, kinds in KINDS.items() for kind in kinds]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bit patterns, which tell -0 from 0 and compare NaN with itself."""
+    """Return the bit patterns, which distinguish -0 from 0 and compare NaN with itself."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(integers[tensor.element_size()])
 

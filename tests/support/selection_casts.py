@@ -1,4 +1,4 @@
-"""Backends and wishes drawn at random for the tests of selection, and what the model needs to know of them."""
+"""Backends and requests drawn at random for the tests of selection, and what the model needs to know of them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _refusals(cast: Cast, wish: Wish) -> tuple[str, list[Told]]:
     if cast.conduct in on_asking:
         return on_asking[cast.conduct]
     state = f"{name}: loaded"
-    if cast.conduct == "twins":  # one name is told before what is not declared
+    if cast.conduct == "twins":  # one name is reported before what is not declared
         return state, [Told(plain, ("one name",))]
     undeclared = {path.precision for path in cast.paths} - EXACT
     if undeclared and not cast.declares_all:
@@ -268,7 +268,7 @@ CASTS = casts(STATES, [*ON_ASKING, "twins", *sorted(REFUSED)])
 
 
 class Provider:
-    """Hands out memory that it calls managed, or does not, as told."""
+    """Hands out memory that it calls managed, or does not, as configured."""
 
     name = "managed"
 
@@ -277,7 +277,7 @@ class Provider:
         self._addresses: set[int] = set()
 
     def is_available(self, device: torch.device) -> Availability:
-        """Answer as told."""
+        """Answer as configured."""
         if self.conduct == "raises":
             raise OSError("the driver is gone")
         return Availability(self.conduct == "can", "as told", ATTRIBUTES)

@@ -1,6 +1,6 @@
 """What the right selection is, by brute force: every M is looked at by itself, every policy is tried.
 
-Written from the words of the design (the policies, the three errors of an override, what a record must tell), and not
+Written from the words of the design (the policies, the three errors of an override, what a record must hold), and not
 from the dispatcher. It knows nothing of verdicts, segments or requests: a backend is a list of paths with what probes
 have shown of each, or the reasons for which it offers none.
 """
@@ -117,7 +117,7 @@ class Wish:
 
 @attrs.frozen(kw_only=True)
 class Answer:
-    """What must come of a wish.
+    """The answer that a request must get.
 
     Args:
         error: The error that must be raised; None where somebody serves.
@@ -161,7 +161,7 @@ def _best(lanes: dict[str, tuple[q4.KernelPath, ...]]) -> str:
 
 
 def _contradicts(fact: Fact, wish: Wish) -> bool:
-    """Return whether the policy rules out paths that work, and nothing but gaps is told of the others."""
+    """Return whether the policy rules out paths that work, and only gaps are reported of the others."""
     asked = [wish]
     if wish.compute_path is q4.ComputePath.KERNEL_OR_FALLBACK:
         asked.append(_as_reference(wish))
@@ -169,7 +169,7 @@ def _contradicts(fact: Fact, wish: Wish) -> bool:
 
 
 def answer(facts: Sequence[Fact], wish: Wish) -> Answer:
-    """Return what must come of a wish."""
+    """Return the answer that a request must get."""
     known = {fact.name: fact for fact in facts}
     if wish.override is not None and wish.override not in known:
         return Answer(error=q4.UnknownBackendError)

@@ -13,7 +13,7 @@ USE_CASES = {
     "UC-06": "Learn what ran, and why nothing else did",
     "UC-07": "Share mutable state between actors, for as long as they live",
 }
-"""Ids are stable; docs/use-cases.md tells each one."""
+"""Ids are stable; docs/use-cases.md describes each one."""
 
 _TABLE = {
     "TC-01": "01", "TC-02": "01", "TC-03": "01", "TC-04": "02", "TC-05": "02", "TC-06": "03", "TC-07": "04",

@@ -1,4 +1,4 @@
-"""Block scales below zero, which 8 bits make of an absmax near zero beside an outlier: everything works with them."""
+"""Block scales below zero, which 8 bits make of an absmax near zero next to an outlier: everything works with them."""
 
 from __future__ import annotations
 

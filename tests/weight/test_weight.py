@@ -181,7 +181,7 @@ def test_narrow_rows(name: str, kind: Kind, start: int, length: int) -> None:
 
 @pytest.mark.parametrize(("start", "kept"), [(0, True), (4, True), (8, True), (2, False), (3, False)])
 def test_narrow_keeps_double_quantisation_where_its_blocks_allow(start: int, kept: bool) -> None:
-    """A second level is kept where the cut falls between its blocks, and is resolved to the same values elsewhere."""
+    """A second level is preserved where the cut falls between its blocks; elsewhere it is resolved to equal values."""
     weight = random_weight("nf4", 12, 4096, Kind.DOUBLE_QUANT)
     cut = weight.narrow(0, start, 3)
     assert (cut.scale_kind is Kind.DOUBLE_QUANT) == kept

@@ -96,7 +96,7 @@ def test_cat_of_float8_and_bytes() -> None:
 
 
 def test_cat_notes_what_it_drops() -> None:
-    """Static activation scales that differ are dropped with a note; equal ones and notes are kept once."""
+    """Static activation scales that differ are dropped with a note; equal ones and notes appear once."""
     one = random_weight("nf4", 2, 64, activation_scale=torch.tensor(2.0), notes=("a", "b"))
     two = attrs.evolve(one, notes=("b", "c"))
     assert q4.cat([one, two]).notes == ("a", "b", "c")

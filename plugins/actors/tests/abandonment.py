@@ -51,7 +51,7 @@ class Call:
 
 
 class Abandoned:
-    """A thread that enters a block, uses it, and ends inside it when it is told to."""
+    """A thread that enters a block, uses it, and ends inside it on command."""
 
     def __init__(self, block: Any, *, keeps: bool, use: Callable[[Any], object] = lambda _: None) -> None:
         self._entered, self._go = threading.Event(), threading.Event()

@@ -105,7 +105,7 @@ class Unsendable(Actor):
 
 
 class Gone:
-    """Can be sent, and not be taken up."""
+    """Can be sent, and not be unpickled."""
 
     def __reduce__(self) -> Any:
         """Pickle as what raises."""

@@ -1,4 +1,4 @@
-"""What tests of actors share: systems on each runtime, the events that were told, and a program of two actors."""
+"""Fixtures of the actors' tests: systems on each runtime, the recorded events, and a program of two actors."""
 
 from __future__ import annotations
 

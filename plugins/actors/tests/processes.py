@@ -1,4 +1,4 @@
-"""Other processes that use a shared tensor as they are told, and that can be killed in the midst of it."""
+"""Other processes that use a shared tensor on command, and that can be killed while they do."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Process:
         return self._process.pid
 
     def begin(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Tell it to do something."""
+        """Send it a command."""
         self._line.send((name, arguments, options))
 
     def is_done(self, seconds: float = 0.0) -> bool:
@@ -115,7 +115,7 @@ class Process:
         return result
 
     def do(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Tell it to do something, and return its answer."""
+        """Send it a command, and return its answer."""
         self.begin(name, *arguments, **options)
         return self.result()
 

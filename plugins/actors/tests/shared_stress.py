@@ -2,8 +2,8 @@
 
     python plugins/actors/tests/shared_stress.py --operations 10000000 --kills 200 --json result.json
 
-Each version's content is its own number, in every element, so that each read tells whether it is whole. Before an
-operation each worker looks at the newest version that any worker has told of, and afterwards at least that must have
+Each version's content is its own number, in every element, so that each read shows whether it is whole. Before an
+operation each worker looks at the newest version that any worker has reported, and afterwards at least that must have
 been seen. Memory and counts lie in anonymous shared memory, so that a killed worker's counts stay. The first fault ends
 its race; what was counted until then is written down, and the program fails.
 """
@@ -41,7 +41,7 @@ KINDS = ("processes", "threads")
 
 
 class Board:
-    """What workers tell one another, and the parent, one line for each worker."""
+    """What workers report to each other and to the parent, one line for each worker."""
 
     OPERATIONS, WRITES, TOLD, FAULTS, STOP, TORN, STALE = range(7)
 
@@ -55,12 +55,12 @@ class Board:
         self._words[line * 8 + column] += 1
 
     def tell(self, line: int, version: int) -> None:
-        """Tell of a version that an operation, now ended, has seen or made."""
+        """Report a version that an operation, now ended, has seen or made."""
         self._words[line * 8 + self.TOLD] = max(version, self._words[line * 8 + self.TOLD])
 
     @property
     def told(self) -> int:
-        """The newest version that anybody has told of."""
+        """The newest version that any worker has reported."""
         return max(self._words[self.TOLD :: 8])
 
     def total(self, column: int) -> int:
@@ -98,7 +98,7 @@ class Worker:
         self._may_fail = state.mode is MutableMode.VERSIONED
 
     def run(self) -> None:
-        """Work until told to stop."""
+        """Work until stopped."""
         board, line = self._board, self._line
         while not board.is_stopped(line):
             try:

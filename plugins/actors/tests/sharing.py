@@ -77,7 +77,7 @@ class Held:
 
 
 def fork_by_c() -> int:
-    """Fork as C does, so that Python is not told, and return what ``fork`` returns.
+    """Fork as C does, without Python's hooks, and return what ``fork`` returns.
 
     A thread that has just asked for the interpreter's lock would be waited for in the child, where it does not exist:
     so all threads are made to wait for long before they ask.

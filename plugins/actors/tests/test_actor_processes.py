@@ -62,7 +62,7 @@ def test_server_has_one_thread() -> None:
 
 
 def test_killed_too_often() -> None:
-    """A process that is killed more often than the limit allows is dead, and whoever waits for it is told."""
+    """A process that is killed more often than the limit allows is dead, and calls that wait for it raise."""
     with ActorSystem("processes", restarts=1) as system:
         ref = system.spawn(Echo, name="killed")
         first = ref.ask("pid", timeout=scaled(20.0))
@@ -76,7 +76,7 @@ def test_killed_too_often() -> None:
 
 
 def test_stop_kills_what_is_late() -> None:
-    """A process that does not end in time is killed, and whoever waits for its answer is told."""
+    """A process that does not end in time is killed, and calls that wait for its answer raise."""
     system = ActorSystem("processes")
     ref = system.spawn(Echo)
     ref.ask(1, timeout=scaled(20.0))
@@ -170,7 +170,7 @@ def test_files_of_askers_that_ended() -> None:
 
 
 def test_reference_after_the_end() -> None:
-    """A reference that is unpickled after its system was stopped tells so."""
+    """A reference that is unpickled after its system was stopped raises an error that says so."""
     with ActorSystem("processes") as system:
         data = pickle.dumps(system.spawn(Echo, name="gone"))
     with pytest.raises(ActorDeadError, match="actor 'gone' is dead: its system was stopped"):

@@ -117,7 +117,7 @@ def test_every_kill_is_one_that_happened(snn: Any, masters: dict[str, torch.Tens
 
 
 def test_each_step_copies_each_state_once(snn: Any, masters: dict[str, torch.Tensor]) -> None:
-    """What is told to be copied is one update of the five populations and the pixels, and no read."""
+    """The bytes reported as copied are one update of the five populations and the pixels, and no read."""
     sizes = 4 * (4 * snn.SIZE) + 4 * snn.DIGITS + snn.SIZE
     for runtime in ("threads", "processes"):
         outcome = snn.simulate(masters, _images(snn), snn.Plan(STEPS, actors=2, runtime=runtime))
@@ -146,8 +146,8 @@ def test_an_actor_that_fails_ends_the_run(snn: Any, masters: dict[str, torch.Ten
         snn.simulate(broken, _images(snn), snn.Plan(STEPS, actors=5, runtime="processes"))
 
 
-def test_the_command_tells_digits_and_draws(tmp_path: Path) -> None:
-    """A short training tells most unseen digits; rates and bytes are told; the picture shows spikes and membranes."""
+def test_the_command_classifies_digits_and_draws(tmp_path: Path) -> None:
+    """A short training classifies most unseen digits; rates and bytes are reported; a picture is drawn."""
     arguments = ("--epochs", 5, "--actors", 2, "--steps", 30, "--picture", "snn.png")
     done = run_example("actor_snn.py", *arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -100,7 +100,7 @@ if __name__ == "__main__":
 @linux
 @pytest.mark.parametrize("before", ["", OTHERS], ids=["our server", "another's server"])
 def test_argument_that_cannot_be_unpickled(before: str, tmp_path: Path) -> None:
-    """Whoever asks is told what the process met when it unpickled the actor's arguments."""
+    """Calls raise with the error that the process met when it unpickled the actor's arguments."""
     script = tmp_path / "script.py"
     script.write_text(before + LOST, encoding="utf-8")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment(), check=False)

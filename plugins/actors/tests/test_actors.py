@@ -81,7 +81,7 @@ def test_exception_of_an_ask(system: ActorSystem) -> None:
 
 
 def test_failure_restarts(system: ActorSystem, heard: Callable[[], list[tuple[str, dict[str, Any]]]]) -> None:
-    """An exception in a tell restarts the actor, and events tell of it."""
+    """An exception in a tell restarts the actor, and events report it."""
     ref = system.spawn(Echo, name="fragile")
     ref.tell(("raise", "by a tell"))
     assert ref.ask("count", timeout=scaled(20.0)) == 1
@@ -159,7 +159,7 @@ def test_ask_timeout(system: ActorSystem) -> None:
 
 
 def test_stop(system: ActorSystem) -> None:
-    """What was sent before stop is handled; whoever asks later is told."""
+    """What was sent before stop is handled; later calls raise."""
     ref = system.spawn(Echo, name="stopped")
     ref.tell(("sleep", 0.05))
     ref.tell("x")

@@ -104,7 +104,7 @@ def test_replace_copies_once(mode: MutableMode) -> None:
 
 
 def test_replacement_by_the_content_in_another_order(mode: MutableMode) -> None:
-    """A view that was kept is copied first, for torch copies nothing onto itself in another order."""
+    """A view that outlives its block is copied first, for torch copies nothing onto itself in another order."""
     state = MutableTensor(torch.arange(9.0).reshape(3, 3), mode=mode)
     with state.read() as view:
         kept = view.tensor
@@ -168,7 +168,7 @@ def test_failed_writer_changes_nothing_when_versioned(error: BaseException) -> N
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt("boom"), GeneratorExit("boom")])
 def test_failed_writer_poisons_in_place(error: BaseException) -> None:
-    """Every use is told, with the cause, until the content is reset."""
+    """Every use raises, with the cause, until the content is reset."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE, name="membrane")
     with pytest.raises(type(error), match="boom"), state.write() as tensor:  # noqa: PT012  # the block is the subject
         tensor.fill_(7.0)
@@ -218,7 +218,7 @@ def test_reset_with_wrong_content_leaves_it_poisoned(mode: MutableMode) -> None:
 
 
 def test_only_one_of_two_resets_takes_effect(threads: concurrent.futures.ThreadPoolExecutor, mode: MutableMode) -> None:
-    """Who comes second finds a healthy tensor, and is told."""
+    """The second one finds a healthy tensor, and raises."""
     for _ in range(20):
         state = poisoned(mode)
         ready = threading.Barrier(2)

@@ -1,4 +1,4 @@
-"""``MutableTensor`` and blocks whose thread has ended: whoever comes next is let in, or told."""
+"""``MutableTensor`` and blocks whose thread has ended: the next block is admitted, or raises."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_in_place_writer_that_ended_poisons(use: str, keeps: bool) -> None:
 
 
 def test_is_poisoned_looks_itself(keeps: bool) -> None:
-    """Who only asks is told too, before anybody has tried to use the tensor; and the failure is counted."""
+    """A query reports it too, before any use of the tensor was tried; and the failure is counted."""
     state = _in_place(keeps=keeps)
     assert state.stats().failures == 1
     assert _in_place(keeps=keeps).is_poisoned
@@ -82,11 +82,11 @@ def test_reset_looks_itself(keeps: bool) -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, 2 * HUNG])
-def test_who_waits_is_told_that_the_writer_ended(
+def test_waiting_blocks_get_an_error_when_the_writer_ends(
     timeout: float | None,
     keeps: bool,
 ) -> None:
-    """Readers, writers and those who wait for a version, who wait already when the writer's thread ends, are told."""
+    """Readers, writers and calls for a version, which wait already when the writer's thread ends, raise."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     writer = Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor[:2].fill_(7.0))
     timeout = timeout and scaled(timeout)
@@ -104,7 +104,7 @@ def test_who_waits_is_told_that_the_writer_ended(
     assert content_of(state) == [1.0] * 4
 
 
-def test_who_waits_only_for_a_version_is_told(keeps: bool) -> None:
+def test_waiting_for_a_version_gets_the_error(keeps: bool) -> None:
     """Also if nobody else waits who could notice."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     writer = Abandoned(state.write(), keeps=keeps)
@@ -191,7 +191,7 @@ def test_reader_that_wrote_and_ended_is_found_out(
     mode: MutableMode,
     keeps: bool,
 ) -> None:
-    """What it changed is no version, so whoever comes next is told."""
+    """What it changed is no version, so the next block raises."""
     for use in (content_of, lambda state: write(state, 1.0)):
         state = MutableTensor(torch.zeros(4), mode=mode)
         Abandoned(state.read(), keeps=keeps, use=lambda view: view.tensor.fill_(7.0)).end()
@@ -256,7 +256,7 @@ def test_updates_are_whole_though_every_third_writer_ends(mode: MutableMode) -> 
     done = 0
 
     def write_half() -> None:
-        block = state.write(wait=True)  # kept until it has written: then it is over, and others may write there
+        block = state.write(wait=True)  # stored until it has written: then it is over, and others may write there
         block.__enter__()[:32].add_(1.0)
 
     def add(index: int) -> None:

@@ -83,7 +83,9 @@ def test_change_by_a_reader_is_found_out(mode: MutableMode, change: Callable[[to
     assert content_of(state) == [2.0] * 4
 
 
-def test_change_of_an_old_version_tells_its_readers_only(threads: concurrent.futures.ThreadPoolExecutor) -> None:
+def test_change_of_an_old_version_is_reported_to_its_readers_only(
+    threads: concurrent.futures.ThreadPoolExecutor,
+) -> None:
     """A newer version that was made before is not touched by it."""
     state = MutableTensor(torch.zeros(4))
     other = state.read()
@@ -97,7 +99,7 @@ def test_change_of_an_old_version_tells_its_readers_only(threads: concurrent.fut
     assert (content_of(state), state.version) == ([1.0] * 4, 1)
 
 
-def test_waiting_writer_is_told_of_poison_at_once(threads: concurrent.futures.ThreadPoolExecutor) -> None:
+def test_waiting_writer_gets_the_poison_error_at_once(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """A writer that waits for readers learns that one of them changed the content, though others still read."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     other = Held(threads, state.read())
@@ -134,7 +136,7 @@ def test_readers_own_error_is_not_hidden(mode: MutableMode) -> None:
 
 
 @pytest.mark.parametrize("use", ["read", "write"])
-def test_change_by_a_writer_that_kept_its_tensor_is_found_out(mode: MutableMode, use: str) -> None:
+def test_change_by_a_writer_after_its_block_is_detected(mode: MutableMode, use: str) -> None:
     """The tensor that write() gave must not be changed once the block is over; nobody is let in to what it is then."""
     state = MutableTensor(torch.zeros(4), mode=mode)
     with state.write() as tensor:
@@ -359,7 +361,7 @@ def test_device_that_fails_fails_the_update(
 def test_reader_that_leaves_no_event_is_waited_for(
     on_device: tuple[MutableTensor, PretendedStreams], mode: MutableMode
 ) -> None:
-    """A reader whose event fails is told, and the next writer in place waits for the whole device."""
+    """A reader whose event fails raises, and the next writer in place waits for the whole device."""
     state, streams = on_device
     streams.error = RuntimeError("boom")
     is_in_place = mode is MutableMode.IN_PLACE

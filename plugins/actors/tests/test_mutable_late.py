@@ -62,7 +62,7 @@ def test_in_place_read_block_that_is_left_too_late() -> None:
 
 
 def test_versioned_read_block_may_be_left_late() -> None:
-    """Its version stayed what it was, so leaving it is fine; if the reader changed it, it is still told."""
+    """Its version stayed what it was, so leaving it is fine; if the reader changed it, leaving still raises."""
     state = MutableTensor(torch.zeros(4))
     for touches in (False, True):
         reader = Abandoned(state.read(), keeps=True)

@@ -49,7 +49,7 @@ def test_wait_says_when_the_time_ran_out(mode: MutableMode) -> None:
     assert state.stats().conflicts == 0
 
 
-def test_who_waits_is_told_of_poison(threads: concurrent.futures.ThreadPoolExecutor) -> None:
+def test_waiting_threads_get_the_poison_error(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """Readers, writers and those who wait for a version get PoisonedError when the writer before them fails."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with failing_block(), state.write():
@@ -94,7 +94,7 @@ def test_use_after_close_is_refused(mode: MutableMode) -> None:
 
 
 def test_close_with_blocks_open(threads: concurrent.futures.ThreadPoolExecutor, mode: MutableMode) -> None:
-    """Readers finish with their version; an update under way is dropped, and its writer told."""
+    """Readers finish with their version; an update under way is dropped, and its writer raises."""
     state = MutableTensor(torch.ones(4), mode=mode)
     with state.read() as view:
         threads.submit(state.close).result(scaled(LONG))

@@ -112,7 +112,7 @@ def test_a_forked_child_may_not_use_it(mode: MutableMode, use: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["read", "write"])
 def test_a_block_is_left_by_the_process_that_entered_it(kind: Any, mode: MutableMode, what: str) -> None:
-    """A child is told so, and not that a thread has ended; in the parent the block goes on."""
+    """The error in a child says so, and not that a thread has ended; in the parent the block goes on."""
     with kind(torch.zeros(4), mode=mode) as state:
         block = state.write() if what == "write" else state.read()
         block.__enter__()
@@ -210,7 +210,7 @@ def test_nested_tensors_are_refused(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_view_has_no_version_before_its_block(kind: Any, mode: MutableMode) -> None:
-    """As it has no tensor; afterwards it still tells which one it read."""
+    """As it has no tensor; afterwards it still has the version that it read."""
     with kind(torch.zeros(4), mode=mode) as state:
         view = state.read()
         with pytest.raises(q4.LifecycleError, match=r"view\.version of mutable tensor is used outside its with block"):

@@ -169,7 +169,7 @@ def test_torn_register_is_caught(threads: concurrent.futures.ThreadPoolExecutor)
 
 
 def test_own_guard_catches_a_missing_exclusion(threads: concurrent.futures.ThreadPoolExecutor) -> None:
-    """Were the turns wrong, a reader that overlaps an update would be told, not given torn values."""
+    """If turns were wrong, a reader that overlaps an update would get an error, not torn values."""
     state = MutableTensor(torch.zeros(64), mode=MutableMode.IN_PLACE)
     state._protocol.gate._excludes_readers = False
     with pytest.raises(q4.PoisonedError):

@@ -59,7 +59,9 @@ def test_second_writer_waits_by_choice(threads: concurrent.futures.ThreadPoolExe
     assert (content_of(state), state.version) == ([6.0] * 4, 6)
 
 
-def test_writer_that_waited_too_long_is_told(threads: concurrent.futures.ThreadPoolExecutor, mode: MutableMode) -> None:
+def test_writer_that_waited_too_long_gets_an_error(
+    threads: concurrent.futures.ThreadPoolExecutor, mode: MutableMode
+) -> None:
     """When the time runs out it is a WriteConflictError, and the turn goes on to the next one."""
     state = MutableTensor(torch.zeros(4), mode=mode)
     with state.write():
@@ -81,7 +83,7 @@ def test_versioned_readers_never_wait(threads: concurrent.futures.ThreadPoolExec
 
 
 def test_in_place_reader_waits_for_the_writer(threads: concurrent.futures.ThreadPoolExecutor) -> None:
-    """A reader gets in when the update is done, or is told when its time runs out."""
+    """A reader gets in when the update has ended, or raises when its time runs out."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with state.write() as tensor:
         tensor[:2] = 7.0
@@ -95,7 +97,7 @@ def test_in_place_reader_waits_for_the_writer(threads: concurrent.futures.Thread
 
 
 def test_in_place_writer_waits_for_readers(threads: concurrent.futures.ThreadPoolExecutor) -> None:
-    """A writer gets in when the last reader has left, or is told when its time runs out; the content is intact."""
+    """A writer gets in when the last reader has left, or raises when its time runs out; the content is intact."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with Held(threads, state.read(timeout=scaled(LONG))), Held(threads, state.read(timeout=scaled(LONG))):
         for wait in (False, True):

@@ -26,7 +26,7 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Pretended:
 
 
 def test_ordinary_memory() -> None:
-    """Unless a policy says otherwise, the content is a copy in ordinary memory, and the decision is kept."""
+    """Unless a policy says otherwise, the content is a copy in ordinary memory, and the decision is recorded."""
     given = torch.ones(3)
     with mutable(given, name="plain") as state:
         given.zero_()

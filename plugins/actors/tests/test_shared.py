@@ -105,7 +105,7 @@ def test_read_copies_nothing(state: SharedMutableTensor, other: SharedMutableTen
     assert content_of(state) == [2.0] * 4
 
 
-def test_failed_update_is_told_to_the_other_side(state: SharedMutableTensor, other: SharedMutableTensor) -> None:
+def test_failed_update_is_reported_to_the_other_side(state: SharedMutableTensor, other: SharedMutableTensor) -> None:
     """VERSIONED: nothing has happened. IN_PLACE: PoisonedError with the cause, until either side resets."""
     with failing_block(), state.write() as tensor:
         tensor.fill_(7.0)
@@ -121,7 +121,9 @@ def test_failed_update_is_told_to_the_other_side(state: SharedMutableTensor, oth
     assert (content_of(state), state.version, state.is_poisoned) == ([3.0] * 4, 1, False)
 
 
-def test_change_outside_write_is_told_to_the_other_side(state: SharedMutableTensor, other: SharedMutableTensor) -> None:
+def test_change_outside_write_is_reported_to_the_other_side(
+    state: SharedMutableTensor, other: SharedMutableTensor
+) -> None:
     """A reader that writes poisons the newest version for everybody, until reset."""
     with pytest.raises(q4.PoisonedError), state.read() as view:
         view.tensor.fill_(7.0)
@@ -135,7 +137,7 @@ def test_change_outside_write_is_told_to_the_other_side(state: SharedMutableTens
 
 
 def test_change_of_an_old_version_spares_the_newest() -> None:
-    """A reader of an old version that writes is told itself, and nobody else."""
+    """A reader of an old version that writes gets the error itself, and no other process does."""
     with SharedMutableTensor(torch.ones(4)) as state, SharedMutableTensor.attach(state.segment) as other:
         with pytest.raises(q4.PoisonedError), state.read() as view:  # noqa: PT012  # the block is the subject
             other.replace(torch.zeros(4))
@@ -144,7 +146,7 @@ def test_change_of_an_old_version_spares_the_newest() -> None:
 
 
 def test_writer_that_keeps_its_tensor_is_found_out(mode: MutableMode) -> None:
-    """A change by a former writer is told to its process's next reader, and so to all."""
+    """A change by a former writer is reported to its process's next reader, and so to all."""
     with SharedMutableTensor(torch.ones(4), mode=mode) as state, SharedMutableTensor.attach(state.segment) as other:
         with state.write() as kept:
             kept.fill_(2.0)
@@ -195,7 +197,7 @@ def test_number_of_slots_is_checked(slots: Any) -> None:
 
 
 def test_slots_are_refused_where_updates_are_in_place() -> None:
-    """There is one; a wish for more is not silently dropped."""
+    """There is one; a request for more is not silently dropped."""
     with pytest.raises(q4.ConfigError, match="slots must be None where updates are in place, got 8"):
         SharedMutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE, slots=8)
 
@@ -388,7 +390,7 @@ def test_repr_says_what_it_is(state: SharedMutableTensor, other: SharedMutableTe
         assert repr(nameless) == f"SharedMutableTensor({told}"
 
 
-def test_a_handle_without_a_name_tells_its_segment(state: SharedMutableTensor) -> None:
+def test_a_handle_without_a_name_shows_its_segment(state: SharedMutableTensor) -> None:
     """Who attaches to several tensors learns from a message which one it is about."""
     with SharedMutableTensor.attach(state.segment) as nameless:
         assert nameless.name is None
@@ -413,7 +415,7 @@ def test_maker_ends_it_for_all(state: SharedMutableTensor, other: SharedMutableT
 
 
 def test_update_under_way_is_dropped_by_close(state: SharedMutableTensor, other: SharedMutableTensor) -> None:
-    """The writer is told; who is still attached sees the version before, or poison."""
+    """The writer raises; attached processes see the version before, or poison."""
     with pytest.raises(q4.LifecycleError), other.write() as tensor:  # noqa: PT012  # the block is the subject
         tensor.fill_(7.0)
         other.close()

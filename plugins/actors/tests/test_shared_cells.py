@@ -95,7 +95,7 @@ def test_too_many_handles_are_refused(state: SharedMutableTensor) -> None:
         one.close()
 
 
-def test_fork_that_python_is_not_told_of(state: SharedMutableTensor) -> None:
+def test_fork_without_pythons_hooks(state: SharedMutableTensor) -> None:
     """A child made by C's fork takes a row of its own, and leaves its parent's row, turn and blocks alone."""
     block = state.write()
     block.__enter__()
@@ -197,7 +197,7 @@ def test_waker_that_is_killed_strands_nobody(
 # -- who can't take part
 
 
-def test_process_without_the_extension_module_is_told_the_way_out(
+def test_process_without_the_extension_module_gets_a_hint(
     state: SharedMutableTensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ConfigError names the tensor, the package and what it needs, made or joined; threads do without it."""

@@ -132,8 +132,8 @@ def test_child_without_files_leaves_its_parents_locks(
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_thread_that_ends_is_put_out_at_once(kind: str, state: SharedMutableTensor) -> None:
-    """Another process may write, or is told, though this one never looks."""
+def test_thread_that_ends_is_evicted_at_once(kind: str, state: SharedMutableTensor) -> None:
+    """Another process may write, or raises, though this one never polls."""
     blocks = [getattr(state, kind)()]
     thread = threading.Thread(target=blocks[0].__enter__)
     thread.start()
@@ -183,7 +183,7 @@ def test_memory_that_can_not_be_mapped_leaves_no_file_open(
 
 
 def test_own_segments_are_not_opened_to_make_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making one opens as few files beside twenty others as beside none."""
+    """With twenty others, creating one opens as few files as with none."""
     opened: list[object] = []
     allow = os.open
 

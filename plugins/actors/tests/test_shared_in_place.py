@@ -31,7 +31,7 @@ def state() -> Iterator[SharedMutableTensor]:
         yield state
 
 
-def test_reader_that_is_kept_out_is_woken(
+def test_reader_that_is_blocked_is_woken(
     state: SharedMutableTensor, monkeypatch: pytest.MonkeyPatch, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     """By the end of the update, well or not, not by the time after which it would look itself."""
@@ -106,7 +106,7 @@ def test_reader_that_was_killed_while_it_waited_keeps_nobody(state: SharedMutabl
 
 
 def test_reader_that_gives_up_is_not_waited_for(state: SharedMutableTensor) -> None:
-    """Once its time has run out, no row says that it is kept out."""
+    """Once its time has run out, no row says that it is blocked."""
     cells = state._protocol.cells
     with processes(state, 1) as (process,), state.write():
         with pytest.raises(q4.WriteConflictError):
@@ -114,7 +114,7 @@ def test_reader_that_gives_up_is_not_waited_for(state: SharedMutableTensor) -> N
         assert not cells.keeps_out()
 
 
-def test_fork_that_python_is_not_told_of(state: SharedMutableTensor) -> None:
+def test_fork_without_pythons_hooks(state: SharedMutableTensor) -> None:
     """A child made by C's fork takes a row of its own, and leaves its parent's row, turn and blocks alone."""
     block = state.write()
     block.__enter__().fill_(1.0)
@@ -163,7 +163,7 @@ def test_thread_that_ended_inside_its_read_keeps_no_other_process(state: SharedM
     assert content_of(state) == [1.0] * 4
 
 
-def test_a_writer_that_waits_in_vain_is_told_for_whom(
+def test_timeout_error_names_the_holder(
     state: SharedMutableTensor, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     """For readers of its own process, whom the plugin let in, or for the other writer."""

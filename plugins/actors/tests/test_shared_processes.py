@@ -129,7 +129,7 @@ def test_writer_and_the_readers_of_another_process(
 
 @pytest.mark.parametrize("stream", ["read", "write"])
 def test_streams_do_not_starve_the_other_kind(state: SharedMutableTensor, stream: str) -> None:
-    """Beside five processes that read (or write) without rest, a sixth that does the other gets its turn, often."""
+    """With five processes that read (or write) without pause, a sixth that does the other gets its turn, often."""
     with processes(state, 5) as streaming:
         for process in streaming:
             process.begin("repeat", stream, seconds=1.5, hold_s=0.01)
@@ -147,7 +147,7 @@ def test_streams_do_not_starve_the_other_kind(state: SharedMutableTensor, stream
 
 
 def test_writer_that_waits_for_readers_is_the_one_that_is_named() -> None:
-    """A second writer is told of the process that has the turn, not of the last that wrote."""
+    """A second writer's error names the process that has the turn, not the last that wrote."""
     with (
         SharedMutableTensor(torch.zeros(64), mode=MutableMode.IN_PLACE) as state,
         processes(state, 2) as (first, second),
@@ -201,7 +201,7 @@ def test_handle_that_is_closed_while_it_waits_to_write(
 
 
 def test_failed_writer_poisons_in_place_for_others(state: SharedMutableTensor, process: Process) -> None:
-    """Its error is the cause that other processes are told; VERSIONED has not changed."""
+    """Its error is the cause in other processes' errors; VERSIONED has not changed."""
     process.do("enter", "write")
     process.do("fill", 7.0)
     process.do("fail")
@@ -355,7 +355,7 @@ def test_killed_writer(state: SharedMutableTensor, process: Process) -> None:
     assert content_of(state) == _only(1.0)
 
 
-def test_who_waits_for_a_killed_writer_is_told(
+def test_waiting_for_a_killed_writer_raises(
     state: SharedMutableTensor, process: Process, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     """VERSIONED: the next writer is let in. IN_PLACE: readers, writers and waiters get PoisonedError."""

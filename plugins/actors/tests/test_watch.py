@@ -61,7 +61,7 @@ def receive(watch: Watch, pipe: tuple[int, int]) -> None:
 
 
 def test_first_wait_sleeps(pipe: tuple[int, int], yields: Yields) -> None:
-    """Who has not been answered at once before sleeps, as long as told."""
+    """A first wait sleeps, for the time that was given."""
     started = time.monotonic()
     assert not Watch(pipe[0]).wait(0.05)
     assert time.monotonic() - started >= 0.05
@@ -94,7 +94,7 @@ def test_no_spinning_after_a_long_wait(pipe: tuple[int, int], yields: Yields, mo
 
 
 def test_rests_after_a_stall(pipe: tuple[int, int], yields: Yields, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where somebody else kept the core for long, no wait spins for a multiple of that time, and then they do."""
+    """Where another thread held the core for long, no wait spins for a multiple of that time, and then they do."""
     watch = Watch(pipe[0])
     receive(watch, pipe)
     now = time.monotonic()

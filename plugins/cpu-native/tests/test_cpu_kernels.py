@@ -42,7 +42,7 @@ def test_tables_are_exact_where_they_can_be() -> None:
 
 
 def test_words_are_exact_where_they_can_be() -> None:
-    """FP4 stands exactly in 16 bits, NF4 within half a step of ±8191; what 8 bits hold needs none."""
+    """FP4 is exact in 16 bits, NF4 within half a step of ±8191; what 8 bits hold needs none."""
     assert all(words_of(q4.BUILTIN_FORMATS[name].codebook) is None for name in ("nvfp4", "mxfp4"))
     fp4, nf4 = (words_of(q4.BUILTIN_FORMATS[name].codebook) for name in ("fp4", "nf4"))
     assert fp4 is not None
@@ -222,7 +222,7 @@ print(resident() - before)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
 def test_a_child_forked_before_the_first_call_computes() -> None:
-    """The guard stands from the import on: a child may be the first to prepare and to call."""
+    """The guard exists from the import on: a child may be the first to prepare and to call."""
     code = """
 import os, sys, torch, q4core as q4
 torch.set_num_threads(2)
@@ -242,7 +242,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.parametrize("precision", ["exact", "int16", "int8"])
 def test_threads_and_rows_do_not_change_bits(backend: CpuNative, precision: str) -> None:
-    """A row's result depends on that row alone: not on the number of threads, nor on the rows beside it."""
+    """A row's result depends on that row alone: not on the number of threads, nor on the rows next to it."""
     layer = layer_on(backend, random_weight("nvfp4", 320, 1056), precision)
     x = torch.randn(70, 1056)  # beyond every threshold from which panels are decoded
     before = torch.get_num_threads()
@@ -308,7 +308,7 @@ def test_calls_keep_to_their_memory(backend: CpuNative) -> None:
 
 @pytest.fixture
 def _no_wish() -> Iterator[None]:
-    """Start and end without a wish for an instruction set."""
+    """Start and end with no instruction set requested."""
     before = os.environ.pop("Q4_CPU_ISA", None)
     yield
     if before is not None:

@@ -70,7 +70,7 @@ def test_programs_stay_in_their_buffers(kind: str, count: int) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", ADDRESS, THREAD])
 def test_programs_that_make_no_sense_are_refused(kind: str) -> None:
-    """The step is told by its number, nothing is written, and runs of sound programs take no memory."""
+    """The step is reported by its number, nothing is written, and runs of sound programs take no memory."""
     assert "program-bad: passed" in _passes(kind, "program-bad")
 
 

@@ -1,4 +1,4 @@
-"""How much memory a prepared weight takes beside the packed one."""
+"""Memory of a prepared weight, compared with the packed one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_zeros_of_integer_groups_stay_as_they_are(group: int) -> None:
 
 
 def test_double_quantised_scales_cost_an_eighth() -> None:
-    """Beside a block's byte, from which it is saved as it was read, stand the four that kernels read: 37 for 33."""
+    """Besides a block's byte, from which it is saved as read, there are the four that kernels read: 37 for 33."""
     dense = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1))
     weight = q4.quantize(dense, "nf4", scale_kind=q4.ScaleKind.DOUBLE_QUANT)
     assert weight.scale_kind is q4.ScaleKind.DOUBLE_QUANT

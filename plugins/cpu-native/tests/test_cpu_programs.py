@@ -1,4 +1,4 @@
-"""Programs on the native engine: what it takes, what it gives, and what it tells."""
+"""Programs on the native engine: inputs, outputs and reports."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_packed_products_have_the_bits_of_calls(registry: q4.Registry, form: str
         assert torch.equal(out.view(rows, 40), layer(x))
 
 
-def test_a_position_that_is_out_of_range_is_told_first(registry: q4.Registry) -> None:
+def test_a_position_that_is_out_of_range_is_reported_first(registry: q4.Registry) -> None:
     """The error names the step, and neither cache nor output was written."""
     block = Block(registry)
     before = block.decode(2)[-1]
@@ -248,7 +248,7 @@ def test_a_position_that_a_step_gives_is_left_to_others(registry: q4.Registry) -
 
 
 def test_a_layer_without_a_path_for_its_rows_is_refused(registry: q4.Registry) -> None:
-    """Segments that end before the program's rows are told by the step."""
+    """Segments that end before the program's rows are reported by the step."""
     backend: Any = registry.backends()["cpu-native"]
     layer = _layer(registry, 40, 128)
     live = layer._require_ready()  # what the core binds

@@ -87,7 +87,7 @@ def test_codes_may_be_stored_as_a_view_of_a_float_dtype(storage: torch.dtype) ->
 
 
 def test_unusual_json_text_is_written_again_as_it_was() -> None:
-    """Another order of keys or other spaces are kept, as long as the text still says what the weight is."""
+    """Another order of keys or other spaces are preserved, as long as the text still says what the weight is."""
     tensors = _layer()
     facts = json.loads(bytes(tensors[STATE].tolist()))
     tensors[STATE] = torch.tensor(list(json.dumps(facts, sort_keys=True, indent=1).encode()), dtype=torch.uint8)

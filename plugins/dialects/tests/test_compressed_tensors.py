@@ -52,7 +52,7 @@ def test_global_scale_divides(n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("divisor", [4.0, 3.3, 41.25, 1e-3])
-def test_divisor_of_the_input_becomes_a_factor_and_is_kept(divisor: float) -> None:
+def test_divisor_of_the_input_becomes_a_factor_and_is_preserved(divisor: float) -> None:
     """The activation scale is the reciprocal, with a note; the stored number itself is written again."""
     tensors, _ = _layer()
     tensors["proj.input_global_scale"] = torch.tensor([divisor])

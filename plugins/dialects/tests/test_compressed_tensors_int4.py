@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
-    """Return codes [R, C] as int32 [R, ceil(C / 8)], by the formula: code i of a word stands at bit 4 i."""
+    """Return codes [R, C] as int32 [R, ceil(C / 8)], by the formula: code i of a word is at bit 4 i."""
     codes = torch.nn.functional.pad(codes.to(torch.int64), (0, -codes.shape[1] % 8)).unflatten(1, (-1, 8))
     words = (codes << (4 * torch.arange(8))).sum(-1)
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
@@ -187,7 +187,7 @@ def test_other_widths_of_codes_are_refused() -> None:
     assert (key, value) == ("proj", [2, 20, 8])
 
 
-def test_names_and_shapes_alone_tell_no_k() -> None:
+def test_names_and_shapes_alone_do_not_determine_k() -> None:
     """Where only metadata is at hand, the layer has no shape, and that is no problem."""
     tensors, _ = _layer()
     bare = {key: tensor.to("meta") for key, tensor in tensors.items()}

@@ -103,7 +103,7 @@ def test_bitsandbytes_experts_without_a_part_are_named_once() -> None:
         for key in _bitsandbytes(nested=nested)[0]:
             tensors, _ = _bitsandbytes(nested=nested)
             del tensors[key]
-            if key != STATE:  # without which nothing tells whose absmax and quant_map these are
+            if key != STATE:  # without which nothing states whose absmax and quant_map these are
                 assert problems(tensors) == {("missing_key", key)}
 
 
@@ -151,7 +151,7 @@ def test_bitsandbytes_experts_need_numbers_to_be_told_apart() -> None:
 
 
 def test_experts_whose_absmax_decodes_below_zero_are_read(tmp_path: Path) -> None:
-    """An absmax slightly below zero, from a near-zero block beside an outlier, is legal in every expert."""
+    """An absmax slightly below zero, from a near-zero block next to an outlier, is legal in every expert."""
     tensors, values = _bitsandbytes(nested=True)
     name = "experts.w1"
     tensors[f"{name}.absmax"][20] = 0  # of the second expert

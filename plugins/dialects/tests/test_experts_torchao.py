@@ -73,8 +73,8 @@ def test_torchao_experts_are_written_as_modules_of_their_own(dialect: q4.Dialect
 
 
 @pytest.mark.parametrize("dialect", TORCHAO, ids=lambda dialect: dialect.name)
-def test_torchao_shapes_alone_tell_the_layout_of_experts(dialect: q4.Dialect) -> None:
-    """Without metadata the shape of the scales tells linear from swizzled for experts too."""
+def test_torchao_shapes_alone_determine_the_layout_of_experts(dialect: q4.Dialect) -> None:
+    """Without metadata the shape of the scales distinguishes linear from swizzled for experts too."""
     tensors, _, values = torchao_experts(dialect, name="proj.weight")
     schema = q4.detect_or_fail(tensors)
     assert list(schema.layers) == ["proj.0", "proj.1", "proj.2"]
@@ -143,7 +143,7 @@ def test_swizzled_scales_of_experts_must_fill_their_tiles() -> None:
     assert ("shape", "experts._w1_qdata") in problems(tensors, metadata=metadata)
 
 
-def test_torchao_tells_no_more_experts_than_there_can_be() -> None:
+def test_torchao_lists_no_more_experts_than_there_can_be() -> None:
     """A header that claims very many experts is refused with the number, in one line."""
     tensors, metadata, _ = torchao_experts(TORCHAO[0], experts=4097, n=1, k=32)
     assert [(key, value) for key, _, value in refused(tensors, metadata=metadata)] == [("experts.w1", 4097)]

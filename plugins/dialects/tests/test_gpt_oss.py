@@ -1,4 +1,4 @@
-"""gpt-oss MXFP4: blocks beside scales, for a matrix and for experts."""
+"""gpt-oss MXFP4: blocks next to scales, for a matrix and for experts."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_plain_tensors_are_left_alone(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("name", ["gptq", "recognised-only"])
 def test_only_readable_dialects_can_be_asked_for(name: str) -> None:
-    """What is merely recognised is no choice, and stands in no list of choices."""
+    """What is merely recognised is no choice, and is in no list of choices."""
     with pytest.raises(q4.DialectError) as caught:
         q4.detect(LAYERS["gptq"], dialect=name)
     assert "recognised-only" not in str(caught.value.rule)

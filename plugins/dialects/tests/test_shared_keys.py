@@ -1,4 +1,4 @@
-"""ModelOpt and ComfyUI use the same keys for opposite nibble orders: what tells them apart, and what each reads."""
+"""ModelOpt and ComfyUI use the same keys for opposite nibble orders: what distinguishes them, and what each reads."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_whole_tiles_without_a_word_are_ambiguous() -> None:
         ({"metadata": {"q4core.dialect": "modelopt-nvfp4"}}, {}, "modelopt-nvfp4"),
     ],
 )
-def test_who_tells_whole_tiles_apart(arguments: dict[str, Any], extra: dict[str, torch.Tensor], expected: str) -> None:
+def test_what_distinguishes_whole_tiles(
+    arguments: dict[str, Any], extra: dict[str, torch.Tensor], expected: str
+) -> None:
     """config.json, ComfyUI's two marks, our own mark, or the caller; each gives that dialect's numbers."""
     is_comfy = expected == "comfyui-nvfp4"
     tensors, value = _layer(*WHOLE, comfy=is_comfy)
@@ -91,8 +93,8 @@ def test_who_tells_whole_tiles_apart(arguments: dict[str, Any], extra: dict[str,
 
 @pytest.mark.parametrize(("n", "k"), [(20, 80), (128, 80), (130, 96), (16, 16)])
 @pytest.mark.parametrize("comfy", [False, True])
-def test_shapes_tell_where_tiles_are_not_whole(n: int, k: int, comfy: bool) -> None:
-    """Elsewhere the shape of the scales tells, without any metadata."""
+def test_shapes_decide_where_tiles_are_not_whole(n: int, k: int, comfy: bool) -> None:
+    """Elsewhere the shape of the scales decides, without any metadata."""
     n = n // 16 * 16 if comfy else n
     tensors, value = _layer(n, k, comfy=comfy)
     weight = _read(tensors)
@@ -100,7 +102,7 @@ def test_shapes_tell_where_tiles_are_not_whole(n: int, k: int, comfy: bool) -> N
     assert torch.equal(q4.dequantize(weight, torch.float32), value)
 
 
-def test_each_module_is_told_by_itself() -> None:
+def test_each_module_is_identified_by_itself() -> None:
     """A mark for one layer says nothing of its neighbour."""
     tensors, _ = _layer(*WHOLE)
     other = {name.replace("proj", "other"): tensor for name, tensor in tensors.items()}
@@ -238,7 +240,7 @@ def test_what_is_saved_is_read_as_what_it_is(name: str, target: str, tmp_path: P
 
 
 def test_rows_that_would_be_padded_are_refused() -> None:
-    """ComfyUI's files can't tell padding from rows, so that only multiples of 16 are written."""
+    """ComfyUI's files can't distinguish padding from rows, so that only multiples of 16 are written."""
     with pytest.raises(q4.DialectError) as caught:
         ComfyUiNvfp4().write("proj", q4.quantize(torch.randn(20, 64), "nvfp4"))
     assert caught.value.name == "out_features"

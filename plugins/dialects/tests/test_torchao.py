@@ -1,4 +1,4 @@
-"""torchao's NVFP4 and MXFP4: both layouts, the metadata entry, and what shapes alone tell."""
+"""torchao's NVFP4 and MXFP4: both layouts, the metadata entry, and layouts inferred from shapes alone."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def test_value_is_code_times_scales(dialect: q4.Dialect, n: int, k: int, two_lev
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_shapes_alone_tell_the_layout(dialect: q4.Dialect, n: int, k: int) -> None:
-    """Without metadata the shape of the scales tells linear from swizzled, and the notes say so."""
+def test_shapes_alone_determine_the_layout(dialect: q4.Dialect, n: int, k: int) -> None:
+    """Without metadata the shape of the scales distinguishes linear from swizzled, and the notes say so."""
     tensors, _, expected = _layer(dialect, n, k)
     weight = _read(tensors, None)
     assert weight.dialect == dialect.name
@@ -133,7 +133,7 @@ def test_shapes_alone_tell_the_layout(dialect: q4.Dialect, n: int, k: int) -> No
     assert any("shapes alone" in note for note in weight.notes)
 
 
-def test_other_facts_of_the_entry_are_kept() -> None:
+def test_other_facts_of_the_entry_are_preserved() -> None:
     """What the entry says of activations and kernels is written again, also when the layout changes."""
     tensors, metadata, _ = _layer(DIALECTS[1])
     facts = {"act_quant_kwargs": {"_type": "QuantizeTensorToNVFP4Kwargs", "_data": {"x": 1}}, "use_triton_kernel": True}
@@ -147,7 +147,7 @@ def test_other_facts_of_the_entry_are_kept() -> None:
     assert other == {**same, "_data": {**same["_data"], "is_swizzled_scales": False}}
 
 
-def test_activation_scale_is_kept() -> None:
+def test_activation_scale_is_preserved() -> None:
     """``act_per_tensor_scale`` is the static activation scale."""
     tensors, metadata, _ = _layer(DIALECTS[0])
     tensors["proj._weight_act_per_tensor_scale"] = torch.tensor(0.25)

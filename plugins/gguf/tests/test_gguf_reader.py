@@ -54,7 +54,7 @@ def test_values_are_ggufs_own(small_gguf: Path) -> None:
 
 
 def test_unsupported_type_is_listed_and_refused_when_asked_for(small_gguf: Path) -> None:
-    """A tensor of a type that is not read stands in the schema with its reason, and is an error only when read."""
+    """A tensor of a type that is not read is in the schema with its reason, and is an error only when read."""
     with q4.open(small_gguf) as checkpoint:
         (problem,) = checkpoint.schema.unsupported
         assert (problem.code, problem.key, problem.value) == ("unsupported", "blk.0.ffn_up", "Q5_0")

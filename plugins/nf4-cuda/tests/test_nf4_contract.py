@@ -118,7 +118,7 @@ def test_the_cpu_is_refused_at_once(name: str) -> None:
     assert [reason.code for reason in rejection.reasons] == [ReasonCode.DEVICE]
 
 
-def test_without_cuda_the_reason_is_told() -> None:
+def test_without_cuda_the_reason_is_reported() -> None:
     """On this machine, which may have no GPU, the backend answers for a CUDA device instead of raising."""
     case = next(case for case in CASES if case.check == "values")
     request = Request.for_weight(case.weight(), device="cuda:0", dtype=torch.bfloat16)

@@ -111,7 +111,7 @@ def test_the_quantiser_of_activations_compiles_elsewhere(name: str, arch: int, c
     assert re.findall(r"\.entry (\w+)\(", compiled.ptx) == [f"q4_quantize_{name}"]
 
 
-def test_kept_code_is_read_back_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_code_is_read_back_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the cache keeps is used again; a file that was cut or changed is compiled anew."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = compile_kernels("nvfp4", 100)

@@ -175,7 +175,7 @@ PLANTED = [
     ("gemm.cuh", "wait_for_copies<T::STAGES - 2>();", "wait_for_copies<T::STAGES - 1>();"),
     ("gemm.cuh", "        synchronize();  // everybody's", "        // everybody's"),
 ]  # fmt: skip
-"""File, and what stands there → what is planted; the first three in each run, for each compiles anew."""
+"""File, original text → planted text; the first three in each run, for each needs a compilation."""
 
 
 @pytest.mark.parametrize(

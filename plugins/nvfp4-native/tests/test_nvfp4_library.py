@@ -98,7 +98,7 @@ def test_library_serves_where_our_kernels_can_not_be_loaded() -> None:
 
 
 def test_candidates_are_tried_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The environment variable holds several paths: what is no library is passed over, with the reason kept."""
+    """The environment variable holds several paths: what is no library is passed over, with the reason recorded."""
     text = tmp_path / "no-library.so"
     text.write_text("text")
     candidates = [str(tmp_path / "absent.so"), str(text), str(emulated_library())]

@@ -122,7 +122,7 @@ def _measure(monkeypatch: pytest.MonkeyPatch, *architectures: int) -> None:
 def test_what_was_measured_of_one_architecture_is_claimed_of_no_other(
     arch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record of sm_120 tells nothing of sm_121, and the other way round; there is none of either yet."""
+    """A record of sm_120 says nothing about sm_121, and the other way round; there is none of either yet."""
     before = Nvfp4Native(_facts(arch), emulated_tools()).check(_request()).paths
     assert {path.tier for path in before} == {Tier.GENERIC}
     _measure(monkeypatch, 120)
@@ -144,7 +144,7 @@ def test_nobody_else_s_code_is_measured_by_our_record(monkeypatch: pytest.Monkey
     assert {path.tier for path in dot.paths} == {Tier.GENERIC}
 
 
-def test_what_does_not_work_beside_what_does_is_in_the_state() -> None:
+def test_unusable_paths_are_in_the_state_with_the_usable_ones() -> None:
     """With a complete library and no NVRTC, and the other way round, the state says what the other engine lacks."""
     library = emulated_library()
     verdict = emulated_backend(library, driver=False).check(_request(device=torch.device("cpu")))
@@ -174,7 +174,7 @@ def test_dot_scaled_serves_where_it_is_native() -> None:
         assert [path.name for path in verdict.paths] == ["native-fp4-dot"]
 
 
-def test_scales_and_machine_are_told_together() -> None:
+def test_scales_and_machine_are_reported_together() -> None:
     """All reasons are given at once: float scales and a GPU without FP4."""
     request = Request.for_weight(_weight().with_plain_scale(), device=CUDA, precision=ActivationPrecision.FP4)
     reasons = Nvfp4Native(_facts(90), emulated_tools()).check(request).reasons
@@ -383,7 +383,7 @@ def test_quantiser_says_what_it_does_not_write(scale_kind: str) -> None:
 
 @pytest.mark.parametrize(("rows", "codes"), [(1 << 19, []), ((1 << 19) + 1, [ReasonCode.SHAPE])])
 def test_quantiser_refuses_what_is_too_large_before_it_is_asked(rows: int, codes: list[ReasonCode]) -> None:
-    """More than 2^33 elements are a matter of shape, told by ``check``, so that the reference serves; 2^33 are not."""
+    """More than 2^33 elements are a shape error, reported by ``check``, so that the reference runs; 2^33 are not."""
     large = attrs.evolve(
         _request(precision=ActivationPrecision.AUTO), op="quantize", out_features=rows, in_features=1 << 14
     )

@@ -50,7 +50,7 @@ def _prepared(weight: PackedWeight) -> Prepared:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.label)
 def test_export_is_the_inverse_of_prepare(recipe: WeightRecipe) -> None:
-    """Codes, scale bytes, global scale and everything beside them come back bit for bit, whole and by rows."""
+    """Codes, scale bytes, global scale and all other fields come back bit for bit, whole and by rows."""
     weight = attrs.evolve(recipe.build(), activation_scale=torch.tensor(0.01))
     prepared = _prepared(weight)
     rows = torch.tensor([weight.out_features - 1, 0, 2])

@@ -78,7 +78,7 @@ def test_bytes_are_those_of_the_reference(name: str, kind: ScaleKind, dtype: tor
 @pytest.mark.parametrize(("name", "kind"), CHOICES, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_subnormal_numbers_are_no_zeros(name: str, kind: ScaleKind, dtype: torch.dtype) -> None:
-    """Each subnormal number of 16 bits, alone in a block and beside others, gives the reference's bytes."""
+    """Each subnormal number of 16 bits, alone in a block and next to others, gives the reference's bytes."""
     lowest = torch.arange(1, 128 if dtype is torch.bfloat16 else 1024, dtype=torch.int16).view(dtype)
     alone = torch.zeros(len(lowest), 32, dtype=dtype)
     alone[:, 3], alone[:, 20] = lowest, -lowest

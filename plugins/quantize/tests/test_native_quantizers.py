@@ -37,7 +37,7 @@ def _dense(rows: int = 24, columns: int = 128) -> torch.Tensor:
 
 
 def _by_chance(dense: torch.Tensor, seed: int, manner: str = "right") -> q4.PackedWeight:
-    """Return an nf4 weight whose codes are neighbours of the values, drawn as told; the scales are the reference's."""
+    """Return an nf4 weight with codes next to the values, drawn as configured; the scales are the reference's."""
     weight = quantize_reference(dense, "nf4")
     shares = dense.to(torch.float64) / weight.scale.to(torch.float64).repeat_interleave(64, 1)
     shares = shares.nan_to_num(nan=0.0)
@@ -54,7 +54,7 @@ def _by_chance(dense: torch.Tensor, seed: int, manner: str = "right") -> q4.Pack
 
 
 class Quantiser(FakeBackend):
-    """A backend with a native quantiser, right or wrong as told."""
+    """A backend with a native quantiser, right or wrong as configured."""
 
     def __init__(self, name: str = "native", *, manner: str = "right", tier: int = 20, **facts: Any) -> None:
         given = {"ops": {"quantize"}, "roundings": BOTH, "dtypes": {torch.float32}} | facts
@@ -87,7 +87,7 @@ def _quantize(plugins: q4.Registry, dense: torch.Tensor | None = None, format_: 
 
 
 def test_a_quantisers_path_has_neither_rows_nor_precision_to_give() -> None:
-    """It is of its own kind, covers every M and is allowed whatever precision is wished for."""
+    """It is of its own kind, covers every M and is allowed under every requested precision."""
     assert (PATH.kind, PATH.m) == (q4.PathKind.QUANTIZE, (1, None))
     request = attrs.evolve(
         q4.Request.for_weight(quantize_reference(_dense(), "nf4"), precision=q4.ActivationPrecision.FP4), op="quantize"
@@ -154,7 +154,7 @@ def test_a_quantiser_that_rounds_otherwise_by_chance_is_refused(manner: str, fau
         ),
     ],
 )
-def test_a_wrong_quantiser_is_told_by_its_first_wrong_code(manner: str, rounding: str, words: str) -> None:
+def test_a_wrong_quantiser_is_reported_by_its_first_wrong_code(manner: str, rounding: str, words: str) -> None:
     """The probe says which code or byte is wrong, what it should be, and how many are."""
     backend = Quantiser(manner=manner)
     request = quantize_request(_dense(), "nf4", rounding=q4.Rounding(rounding))
@@ -163,7 +163,7 @@ def test_a_wrong_quantiser_is_told_by_its_first_wrong_code(manner: str, rounding
     assert re.search(words, fault), fault
 
 
-def test_nobody_who_rounds_by_chance_is_told_as_such() -> None:
+def test_a_quantiser_that_rounds_randomly_is_reported_as_such() -> None:
     """Where no quantiser rounds by chance, the error speaks of the rounding, and of no backend that would not help."""
     with pytest.raises(q4.BackendUnavailableError) as caught:
         _quantize(registry())
@@ -174,8 +174,8 @@ def test_nobody_who_rounds_by_chance_is_told_as_such() -> None:
     assert error.rejections
 
 
-def test_the_proof_is_kept_by_rounding() -> None:
-    """One that rounds wrongly by chance may still be right to nearest; both are kept for the process."""
+def test_the_proof_is_cached_by_rounding() -> None:
+    """One that rounds wrongly at random may still be right to nearest; both are cached for the process."""
     backend = Quantiser(manner="floor", tier=30)
     plugins = registry(backend, Quantiser("second", tier=20))
     with pytest.warns(q4.Q4ProbeWarning, match="native"):

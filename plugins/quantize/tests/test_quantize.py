@@ -212,7 +212,7 @@ def test_mxfp4_rounds_the_logarithm_first() -> None:
 
 
 def test_mxfp4_under_its_smallest_scale_is_zero() -> None:
-    """Under 2^-127 nothing but the sign is kept."""
+    """Under 2^-127 nothing but the sign is preserved."""
     dense = torch.tensor([[3e-38, -3e-38, 0.0, -0.0] * 8])
     weight = q4.quantize(dense, "mxfp4")
     assert int(weight.scale.view(torch.uint8)) == 0

@@ -60,7 +60,7 @@ def test_bitsandbytes_double_quantised_bytes(name: str) -> None:
 
     torch's ``mean`` and ``linspace``, which bitsandbytes calls, round differently on different vector units, so the
     mean and what hangs on it are compared to the error of a float32 sum, and the 8-bit map to two units in the last
-    place (an edge and its product are rounded). The tests beside the live library compare them to the bit.
+    place (an edge and its product are rounded). The tests against the live library compare them to the bit.
     """
     case, stored = MANIFEST[name], _load(name)
     weight = q4.quantize(stored["source"], case["format"], block_size=case["block"], scale_kind=DOUBLE)

@@ -46,7 +46,7 @@ def test_missing_path_is_refused(tmp_path: Path) -> None:
     "shard", ["../x.safetensors", "/x.safetensors", "sub/x.safetensors", "a\\x.safetensors", "x.bin", "", 3, None]
 )
 def test_shard_outside_the_folder_is_refused(shard: object, tmp_path: Path) -> None:
-    """An index may name safetensors files beside it, and nothing else."""
+    """An index may name safetensors files next to it, and nothing else."""
     save(tmp_path / "x.safetensors", tensors_of_two())
     inside = tmp_path / "inside"
     inside.mkdir()

@@ -232,7 +232,7 @@ def test_many_empty_tensors_take_time_in_proportion(tmp_path: Path) -> None:
 
 
 def test_a_config_of_any_size_is_not_read_whole(tmp_path: Path) -> None:
-    """A sparse file of a terabyte beside the weights is refused by its size, before memory runs out."""
+    """A sparse file of a terabyte next to the weights is refused by its size, before memory runs out."""
     q4.save_checkpoint(tmp_path / "x", packed(1), dialect="bitsandbytes")
     with (tmp_path / "x" / "config.json").open("wb") as file:
         file.truncate(1 << 40)

@@ -86,7 +86,7 @@ def test_opening_50_gigabytes_is_quick_and_small(tmp_path: Path) -> None:
 def test_loading_2_gigabytes_holds_no_second_copy(how: str, tmp_path: Path) -> None:
     """Peak anonymous memory of loading 2 GB layer by layer: what was prepared in memory + 2 × the largest tensor.
 
-    Measured in a child that has imported q4core and its plugins, from there on, without any slack: weights kept as
+    Measured in a child that has imported q4core and its plugins, from there on, without any slack: weights held as
     read, copies of them, layers of the reference backend over weights as read (which stay views of the file), and
     layers over copies.
     """

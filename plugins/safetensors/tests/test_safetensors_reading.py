@@ -202,8 +202,8 @@ def test_metadata_is_given(tmp_path: Path) -> None:
     assert q4.open(path).metadata == {"format": "pt", "x": "1"}
 
 
-def test_config_is_found_beside_the_file_unless_given(tmp_path: Path) -> None:
-    """config.json beside the file counts, and a config argument counts instead."""
+def test_config_is_found_next_to_the_file_unless_given(tmp_path: Path) -> None:
+    """config.json next to the file counts, and a config argument counts instead."""
     path = save(tmp_path / "x.safetensors", tensors_of_two())
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}', encoding="utf-8")
     assert q4.open(path)["a"].dtype == torch.bfloat16

@@ -80,7 +80,7 @@ def test_every_dtype_is_saved_as_the_package_saves_it(tmp_path: Path) -> None:
 
 
 def test_layers_are_taken_one_at_a_time(tmp_path: Path) -> None:
-    """A lazy mapping is asked for one weight after another, once each, and none is kept."""
+    """A lazy mapping is asked for one weight after another, once each, and none is retained."""
     import gc  # noqa: PLC0415  # this test's own tool
     import weakref  # noqa: PLC0415
 
@@ -156,7 +156,7 @@ def test_saving_over_the_file_that_is_read(tmp_path: Path) -> None:
 
 
 def test_config_keeps_what_is_there(tmp_path: Path) -> None:
-    """config.json is kept but for quantisation, which is the new dialect's to say; a given config replaces it."""
+    """config.json is preserved but for quantisation, which is the new dialect's to say; a given config replaces it."""
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama", "quantization_config": {"quant_method": "old"}}', encoding="utf-8")
     q4.save_checkpoint(tmp_path, packed(1), dialect="simple-nf4")

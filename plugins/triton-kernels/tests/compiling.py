@@ -1,4 +1,4 @@
-"""Compiles programs for the tests in processes beside them, one for each core: what they became, as it gets ready."""
+"""Compilation of programs for the tests, in one process for each core: the results as they get ready."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _codes(code_ptr, table_ptr, out_ptr, SIZE: tl.constexpr, TABLE: tl.constexpr
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_shuffle_finds_each_code(dtype: torch.dtype) -> None:
-    """The assembly and its twin find the same entry for all 16 codes, whatever stands above a code's four bits."""
+    """The assembly and its twin find the same entry for all 16 codes, whatever is above a code's four bits."""
     entries = entries_of(values_of(WeightSpec.of(RECIPES["nf4"].build())), dtype)
     table = torch.tensor(entries, dtype=torch.int32, device="cuda")
     codes = torch.arange(256, dtype=torch.uint8, device="cuda")

@@ -191,7 +191,7 @@ def test_a_layer_trains_by_it(recipe: WeightRecipe) -> None:
         assert judge(x.grad, exact_input_gradient(weight, grad), out_dtype=torch.bfloat16).passed
 
 
-def test_prepare_compiles_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_compiles_the_requested_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """No program of the gradient is loaded without gradients; with them, those of the rows that are to be served."""
     loaded: list[tuple[int, int | None]] = []
     monkeypatch.setattr(gradients.Gradient, "load", lambda self, m: loaded.append(m))

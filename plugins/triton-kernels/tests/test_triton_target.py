@@ -1,4 +1,4 @@
-"""What is missing is told by its own reason, and by the fact that it belongs to: hardware, build, scheme or policy."""
+"""What is missing is reported by its own reason and by its domain: hardware, build, scheme or policy."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_each_architecture_of_the_list_is_served(arch: int) -> None:
         ({"is_interpreted": True}, ReasonCode.TOOLCHAIN, "build", "TRITON_INTERPRET"),
     ],
 )
-def test_what_is_missing_is_told(facts: dict[str, Any], code: ReasonCode, domain: str, words: str) -> None:
+def test_what_is_missing_is_reported(facts: dict[str, Any], code: ReasonCode, domain: str, words: str) -> None:
     """The reason names what is missing, its code is the fitting one, and the backend refuses instead of raising."""
     verdict = Plain(Facts(**GOOD | facts)).check(_request())
     assert [reason.code for reason in verdict.reasons] == [code]
@@ -87,7 +87,7 @@ def test_what_is_missing_is_told(facts: dict[str, Any], code: ReasonCode, domain
     assert words in verdict.reasons[0].message
 
 
-def test_all_reasons_are_told() -> None:
+def test_all_reasons_are_reported() -> None:
     """Triton too old, no compiler, a GPU off the list and a block size that does not fit are four reasons at once."""
     facts = Facts(**GOOD | {"triton": "3.0.0", "has_compiler": False, "capability": lambda index: (7, 0)})
     verdict = Plain(facts).check(_request(block_size=24))

@@ -52,7 +52,7 @@ class _Full(FakeProvider):
 
 
 def test_memory_of_a_provider_is_known_as_long_as_it_lives() -> None:
-    """Views, aliases and parameters over it tell its provider; copies do not; the note ends with the memory."""
+    """Views, aliases and parameters over it report its provider; copies do not; the note ends with the memory."""
     provider = FakeProvider()
     placed, _ = apply_policy(torch.ones(2, 3), REQUIRE, device="cpu", providers=[provider], environment={})
     view = torch.nn.Parameter(placed[1].detach())
@@ -100,7 +100,7 @@ def test_plain_contents_ask_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fault", ["the same memory", "another device", "raises"])
 def test_a_provider_that_makes_no_version_of_its_own_is_refused(fault: str) -> None:
-    """A version is a copy where the last one lies: whatever else comes, the content stays and the writer is told."""
+    """A version is a copy where the last one lies: after any other answer the content stays and the writer raises."""
     provider = _Placing()
     placed, _ = apply_mutable_policy(torch.zeros(3), REQUIRE, device="cpu", providers=[provider], environment={})
     state = MutableTensor(placed, copy=False, name="membrane")
@@ -193,7 +193,7 @@ def test_a_preferred_activation_of_another_device_stays() -> None:
 
 
 @pytest.mark.parametrize("apply", [apply_policy, apply_mutable_policy, apply_input_policy])
-def test_want_of_room_is_told_with_its_numbers_and_its_own_advice(apply: Any) -> None:
+def test_lack_of_room_is_reported_with_its_numbers_and_hint(apply: Any) -> None:
     """A provider that is there and refuses the size is no reason to install one; its numbers are in the attributes."""
     with pytest.raises(q4.UnifiedMemoryError) as caught:
         apply(torch.zeros(64), REQUIRE, device="cpu", providers=[_Full()], environment={})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 from tests.support.managed import APPLY, ATTRIBUTES, PREFER, REQUIRE, Broken, FakeProvider, weight_tensor
 
 
-def test_provider_is_told_the_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provider_receives_the_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are read-mostly and prefetched, mutable tensors neither, activations prefetched."""
     monkeypatch.delenv("Q4_DISABLE_UM", raising=False)
     expected = {"weight": (True, True), "mutable": (False, False), "input": (False, True)}
@@ -97,7 +97,7 @@ def test_prefetch_that_fails_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("what", APPLY)
-def test_installed_providers_are_asked_unless_told(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_providers_are_asked_by_default(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without ``providers`` those of the installed plugins serve; an empty list means nobody."""
     fake = FakeProvider()
     mine = q4.Registry([("a", plugin(q4_memory_providers=lambda: [fake], q4_placers=q4_placers))])

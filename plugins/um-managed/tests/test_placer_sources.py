@@ -140,7 +140,7 @@ class _Reading(FakeProvider):
         self.mapped: set[int] = set()
 
     def map(self, tensor: torch.Tensor, *, device: torch.device) -> Any:
-        """Give the very bytes, or what was told."""
+        """Return the very bytes, or the configured result."""
         self.calls.append("map")
         if self.fails:
             raise RuntimeError("cudaErrorNotSupported")
@@ -194,7 +194,7 @@ def test_a_source_that_is_not_mapped_is_written_once(provider: FakeProvider) -> 
 
 
 @pytest.mark.parametrize("policy", [DISABLED, PREFER, REQUIRE])
-def test_a_source_arrives_whatever_stands_against_it(policy: q4.UnifiedMemoryPolicy) -> None:
+def test_a_source_arrives_in_any_case(policy: q4.UnifiedMemoryPolicy) -> None:
     """Without a provider, or with one that fails, the source is moved plainly: what is prepared of it is judged."""
     source = torch.arange(8.0)
     for providers in ([], [Broken("to_managed")], [FakeProvider(is_available=False)]):
@@ -230,7 +230,7 @@ def test_a_layers_source_is_brought_by_the_policy() -> None:
     assert provider.calls.count("map") == len(list(weight.tensors()))
 
 
-def test_placement_of_that_raises_is_told() -> None:
+def test_placement_of_that_raises_is_reported() -> None:
     """A provider whose optional answer fails loses the answer, not the tensor."""
 
     class Mute(FakeProvider):

@@ -1,4 +1,4 @@
-"""The managed-memory budget: by what an allocation is judged, and what is told when there is too little."""
+"""The managed-memory budget: by what an allocation is judged, and the error when there is too little."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_no_control_group_limits_nothing(tmp_path: Path) -> None:
     assert group_memory(tmp_path / "self", tmp_path) is None
 
 
-def test_foreign_managed_memory_is_told_without_a_question_before() -> None:
+def test_foreign_managed_memory_is_detected_on_first_use() -> None:
     """The driver is asked about any memory, also if nothing of this provider has been used yet; without one, no."""
     case = pretend()
     foreign = Driver.cpu_bytes(None, case.runtime._allocate(4096, 3), 4096)

@@ -99,7 +99,7 @@ def test_a_device_that_is_not_concurrent_takes_turns() -> None:
         _ = view.cpu
     assert caught.value.attributes == LEGACY
     assert "concurrentManagedAccess" in str(caught.value)
-    case.runtime.queue(99)  # a kernel that nobody told of
+    case.runtime.queue(99)  # a kernel that was not recorded
     with view.on_cpu() as cpu:
         assert case.runtime.done[99] == 1
         cpu.fill_(3.0)
@@ -107,7 +107,7 @@ def test_a_device_that_is_not_concurrent_takes_turns() -> None:
             _ = view.cuda
         with pytest.raises(q4.WriteConflictError), view.on_cuda():
             pass
-    assert cpu.numel() == 0, "a kept tensor can't touch the memory any more"
+    assert cpu.numel() == 0, "a retained tensor can't touch the memory any more"
     with view.on_cuda() as cuda:
         assert cuda.sum() == 18.0
         with pytest.raises(q4.WriteConflictError), view.on_cpu():

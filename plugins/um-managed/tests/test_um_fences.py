@@ -104,7 +104,7 @@ def test_a_block_inside_a_capture_waits_for_nothing(fenced: tuple[Pretended, Mut
 
 
 def test_a_block_that_ends_in_a_capture_begun_inside_is_refused(fenced: tuple[Pretended, MutableTensor]) -> None:
-    """Nobody could wait for what it queued before the capture: a writer poisons, and is told."""
+    """What it queued before the capture can't be awaited: a writer poisons, and raises."""
     case, state = fenced
     with pytest.raises(q4.LifecycleError, match=r"membrane.*capture"), state.write():
         case.runtime.capturing = True
@@ -130,7 +130,7 @@ def test_a_block_that_changes_its_stream_stands_for_no_other(fenced: tuple[Prete
 
 
 def test_a_block_that_is_left_too_late_forgets_no_reader(fenced: tuple[Pretended, MutableTensor]) -> None:
-    """An update that was put out, and whose block is left by another thread, leaves the others' events alone."""
+    """An update that was evicted, and whose block is left by another thread, leaves the others' events alone."""
     case, state = fenced
     case.torch.current = 21
     block = state.write()

@@ -1,4 +1,4 @@
-"""What the driver's own library tells is enough to refuse, at once and with every value, before CuPy is loaded."""
+"""What the driver's own library reports is enough to reject, at once and with every value, before CuPy is loaded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Library:
 
 
 class OldLibrary(Library):
-    """One from before drivers told their version."""
+    """One from before drivers reported their version."""
 
     cuDriverGetVersion = property()  # noqa: N815  # raises AttributeError, as ctypes does
 
@@ -63,7 +63,7 @@ def _refused(
 ) -> q4.UnifiedMemoryError:
     """Return the refusal, which must come at once, and without CuPy."""
     monkeypatch.setattr(TorchSide, "has_cuda", lambda _: has_cuda)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # importing it would be told as the reason
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # importing it would be reported as the reason
     times = []
     for _ in range(5):
         provider = ManagedProvider(lambda: find_driver(lambda: library))
@@ -117,7 +117,7 @@ def test_facts_of_the_library_refuse(
 def test_an_old_driver_is_refused_by_its_version(
     kind: type[Library], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver that is older than the CUDA which CuPy was built for would fail at CuPy's first call: told at once."""
+    """A driver that is older than the CUDA of CuPy's build would fail at CuPy's first call: reported at once."""
     monkeypatch.setattr(library, "cupy_cuda", lambda: 13)
     error = _refused(kind(CONCURRENT, version=12080), device, monkeypatch)
     _tells(error, CONCURRENT)
@@ -129,23 +129,23 @@ def test_an_old_driver_is_refused_by_its_version(
 def test_a_driver_that_is_new_enough_goes_on(
     version: int, built_for: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same major version or a later one is enough, and where CuPy tells none nothing is refused by it."""
+    """The same major version or a later one is enough, and where CuPy states none nothing is refused by it."""
     monkeypatch.setattr(library, "cupy_cuda", lambda: built_for)
     found = find_driver(lambda: Library(CONCURRENT, version=version))
     assert isinstance(found, Prospect)
     assert found.devices == (CONCURRENT,)
 
 
-def test_without_cupy_the_values_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy that is not installed is the reason, and the attributes are told all the same."""
+def test_without_cupy_the_values_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy that is not installed is the reason, and the attributes are reported all the same."""
     monkeypatch.setattr(library, "has_cupy", lambda: False)
     error = _refused(Library(CONCURRENT), CPU, monkeypatch)
     assert "CuPy is not installed" in str(error)
     _tells(error, CONCURRENT | {"cupy": False, "cuda_driver": True})
 
 
-def test_cupys_wheel_tells_its_cuda(tmp_path: Path) -> None:
-    """The CUDA that CuPy was built for is in the name of its wheel; two of them, or none, tell nothing that refuses."""
+def test_cupys_wheel_states_its_cuda(tmp_path: Path) -> None:
+    """The CUDA that CuPy was built for is in the name of its wheel; two of them, or none, reject nothing."""
     origin = tmp_path / "cupy" / "__init__.py"
     assert library.wheel_cuda(origin) is None
     for name, expected in (("cupy_cuda13x-14.2.0", 13), ("cupy_rocm_5_0-13.0", 13), ("cupy_cuda12x-13.6.0", 12)):
@@ -154,7 +154,7 @@ def test_cupys_wheel_tells_its_cuda(tmp_path: Path) -> None:
 
 
 def test_a_runtime_that_fails_leaves_the_librarys_values() -> None:
-    """Where CuPy's runtime fails after all, the refusal has what the library told, and not that nobody was asked."""
+    """Where CuPy's runtime fails after all, the error has what the library reported, and not that nothing was asked."""
     runtime = Runtime(CONCURRENT)
     for call in ("getDevice", "getDeviceCount"):
         runtime.fails[call] = RuntimeFaultError(35, "cudaErrorInsufficientDriver")
@@ -167,7 +167,7 @@ def test_a_runtime_that_fails_leaves_the_librarys_values() -> None:
 
 
 def test_a_prospect_becomes_a_driver_once() -> None:
-    """Where nothing stands against it, the runtime is loaded at the first question, once, and answers from then on."""
+    """Where nothing prevents it, the runtime is loaded at the first question, once, and answers from then on."""
     runtime = Runtime(LEGACY, CONCURRENT)
     loads = []
 
@@ -185,7 +185,7 @@ def test_a_prospect_becomes_a_driver_once() -> None:
     assert len(loads) == 1
 
 
-def test_an_attribute_that_is_not_told_does_not_refuse() -> None:
+def test_an_attribute_that_is_not_reported_does_not_reject() -> None:
     """What the library doesn't know is left to the runtime."""
     found = find_driver(lambda: Library(CONCURRENT | {"concurrentManagedAccess": None, "managedMemory": None}))
     assert isinstance(found, Prospect)
@@ -194,7 +194,7 @@ def test_an_attribute_that_is_not_told_does_not_refuse() -> None:
 
 
 def test_a_fork_of_who_asked_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library has begun CUDA in the process that asked it, so a fork of that one is told so, and loads nothing."""
+    """The library has begun CUDA in the process that asked it, so a fork of that one is rejected, and loads nothing."""
 
     def load() -> Driver:
         raise AssertionError("loaded")

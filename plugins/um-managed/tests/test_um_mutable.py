@@ -126,7 +126,7 @@ def test_a_failed_update_gives_its_memory_back() -> None:
 
 
 def test_an_update_that_does_not_fit_is_refused_with_numbers() -> None:
-    """Where the budget leaves no room for a further version the writer is told so, and the content stays as it was."""
+    """Where the budget leaves no room for a further version the writer raises, and the content stays as it was."""
     case = pretend(CONCURRENT, free=4 * GIB)
     state = MutableTensor(_by_policy(case), copy=False, name="membrane")
     case.runtime.free_bytes = GIB // 4
@@ -150,7 +150,7 @@ def _first_of(state: MutableTensor) -> torch.Tensor:
         return view.tensor
 
 
-def test_a_driver_that_fails_is_told_to_the_writer() -> None:
+def test_a_driver_that_fails_is_reported_to_the_writer() -> None:
     """A driver's error is the reason of a typed refusal that names the tensor; the next update goes on."""
     case = pretend()
     state = MutableTensor(_by_policy(case), copy=False, name="membrane")
@@ -163,8 +163,8 @@ def test_a_driver_that_fails_is_told_to_the_writer() -> None:
     assert state.version == 1
 
 
-def test_a_freed_tensor_is_told_as_such() -> None:
-    """Contents that were given back are the cause that is told, not room, of which there is enough."""
+def test_a_freed_tensor_is_reported_as_such() -> None:
+    """Contents that were given back are the reported cause, not room, of which there is enough."""
     case = pretend()
     tensor = _by_provider(case)
     state = MutableTensor(tensor, copy=False)

@@ -133,7 +133,7 @@ def test_what_is_not_read_well_in_place_is_not_mapped(
     ],
 )
 def test_a_placement_is_chosen_by_attributes(attributes: dict[str, int], wish: str, expected: str | None) -> None:
-    """A wish is obeyed or refused with every attribute; left open, the best that the attributes allow is taken."""
+    """A request is followed or rejected with every attribute; the default is the best that the attributes allow."""
     case = pretend(attributes)
     source = torch.arange(16.0)
     if expected is None:

@@ -116,7 +116,7 @@ def test_every_policy_gives_the_same_numbers(policy: Policy, backend: Writing | 
 
 @pytest.mark.parametrize("backend", [None, Writing()], ids=["in place", "own layout"])
 def test_nothing_is_held_twice(backend: Writing | None) -> None:
-    """Once prepared, the source goes with its owner's reference, and no managed byte is held beside the layer's own."""
+    """Once prepared, the source goes with its owner's reference; no managed byte is held besides the layer's own."""
     case = pretend(max_cached_bytes=0)
     session = q4.Session(
         q4.SessionConfig(device="cpu", unified_memory=Policy.PREFER_UNIFIED), registry=_registry(case, backend)

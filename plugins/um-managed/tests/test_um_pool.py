@@ -1,4 +1,4 @@
-"""The pool: blocks wait for the device before they go out again, and what is kept has a bound."""
+"""The pool: blocks wait for the device before they are reused, and the cache has a bound."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_cpu_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("bound", [0, 1 << 16])
-def test_what_is_kept_has_a_bound(bound: int) -> None:
+def test_the_cache_has_a_bound(bound: int) -> None:
     """Above the bound the oldest blocks go back to the driver, as soon as they come back."""
     case = pretend(max_cached_bytes=bound)
     held = [_take(case) for _ in range(40)]
@@ -178,7 +178,7 @@ def test_a_query_that_fails_harms_nothing() -> None:
 
 
 def test_a_block_that_the_driver_does_not_take_is_counted() -> None:
-    """A free that fails is told by the counts; the others go on."""
+    """A free that fails is counted; the others go on."""
     case = pretend(max_cached_bytes=0)
     held = [_take(case), _take(case)]
     case.runtime.fails["free"] = RuntimeFaultError(700, "cudaErrorIllegalAddress")
@@ -213,7 +213,7 @@ def test_each_device_has_blocks_of_its_own() -> None:
 
 
 def test_a_fork_uses_nothing_of_its_parents() -> None:
-    """In a forked child, which has no CUDA, tensors go without a driver call, and wishes are refused, typed."""
+    """In a forked child, which has no CUDA, tensors go without a driver call, and requests are rejected, typed."""
     case = pretend()
     tensor = _take(case)
     calls = len(case.runtime.calls)

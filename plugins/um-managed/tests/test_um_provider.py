@@ -121,7 +121,7 @@ def test_a_driver_that_fails_is_a_refusal(call: str) -> None:
 
 
 def test_a_torch_without_cuda_refuses_cuda_tensors_alone() -> None:
-    """Beside a torch that was built without CUDA, only CPU tensors can be had."""
+    """With a torch that was built without CUDA, only CPU tensors can be had."""
     case = pretend()
     case.torch.is_built_with_cuda = False
     assert not case.provider.is_available(CUDA)
@@ -129,7 +129,7 @@ def test_a_torch_without_cuda_refuses_cuda_tensors_alone() -> None:
 
 
 def test_without_a_driver_every_answer_says_so() -> None:
-    """A machine without a driver keeps the plugin; questions are answered, wishes are typed errors with the facts."""
+    """A machine without a driver keeps the plugin; questions are answered, requests are typed errors with the facts."""
     provider = missing()
     for device in (CPU, CUDA):
         answer = provider.is_available(device)
@@ -224,7 +224,7 @@ def test_a_driver_without_a_usable_device_is_refused_before_cupy(
     library: Library, told: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library's own answers refuse in less than 10 ms, with each attribute, and CuPy is not imported for it."""
-    monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # importing it would be told as the reason
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)  # importing it would be reported as the reason
     times = []
     for _ in range(5):
         provider = ManagedProvider(lambda: find_driver(lambda: library))

@@ -110,7 +110,7 @@ def test_a_reader_of_the_other_side_waits(
 
 
 def test_both_sides_in_one_thread_are_refused_at_once(taking_turns: tuple[Pretended, MutableTensor]) -> None:
-    """A thread that would wait for itself is told so, whatever its time limit; its own side nests."""
+    """A thread that would wait for itself raises, whatever its time limit; its own side nests."""
     _, state = taking_turns
     for outer, inner in (("cpu", None), (None, "cpu")):
         with state.read(device=outer):
@@ -141,7 +141,7 @@ def test_a_side_whose_thread_has_ended_is_free(taking_turns: tuple[Pretended, Mu
 
 
 def test_a_cpu_turn_begins_when_the_device_rests(taking_turns: tuple[Pretended, MutableTensor]) -> None:
-    """A kernel that nobody told of is over before the CPU is let in, to read and to write."""
+    """A kernel that was not recorded is over before the CPU is let in, to read and to write."""
     case, state = taking_turns
     for block in (state.read(device="cpu"), state.write(device="cpu")):
         case.runtime.queue(99)
@@ -149,7 +149,7 @@ def test_a_cpu_turn_begins_when_the_device_rests(taking_turns: tuple[Pretended, 
             assert case.runtime.done[99] == case.runtime.queued[99]
 
 
-def test_a_kept_cpu_tensor_is_empty_after_its_turn(taking_turns: tuple[Pretended, MutableTensor]) -> None:
+def test_a_retained_cpu_tensor_is_empty_after_its_turn(taking_turns: tuple[Pretended, MutableTensor]) -> None:
     """What a CPU block of a mutable tensor gave can't touch the memory after the block."""
     _, state = taking_turns
     with state.write(device="cpu") as tensor:

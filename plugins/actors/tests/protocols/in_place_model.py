@@ -3,7 +3,7 @@
 The memory is ``versioned_model``'s.
 
 There is one slot. A writer whose turn it is sets a bar, waits until no row has a bit, marks the word, writes, publishes
-and takes the bar away. A reader sets its bit and then looks for the bar; kept out, it looks whether who has the turn
+and takes the bar away. A reader sets its bit and then looks for the bar; blocked, it looks whether who has the turn
 is dead, and then ends that turn. Waking is left out: whoever waits looks again by itself.
 """
 
@@ -49,7 +49,7 @@ FAULTS = {
     "turn is not let go": "stuck",
     "rows of the dead stay": "stuck",
 }
-"""Each with what must be found. A reader that gets in beside a writer is told of poison before it can read."""
+"""Each with what must be found. A reader that gets in next to a writer gets the poison error before it can read."""
 
 
 class InPlaceModel(VersionedModel):

@@ -123,7 +123,7 @@ def put(items: tuple, index: int, item: object) -> tuple:  # type: ignore[type-a
 
 
 class _Model:
-    """What the steps of a protocol are made of. A protocol adds them, each told by its name: ``writer_begin``."""
+    """The parts of a protocol's steps. A protocol adds the steps, each identified by its name: ``writer_begin``."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -186,7 +186,7 @@ class _Model:
         return world._replace(processes=put(world.processes, index, process))
 
     def begin(self, world: World, index: int) -> World:
-        """Begin an operation: who does it knows whatever those who have ended one could have told it."""
+        """Begin an operation: it knows what all operations that have ended could have published."""
         process = world.processes[index]
         process = process._replace(view=join(process.view, world.outside), floor=world.told)
         return world._replace(processes=put(world.processes, index, process))
@@ -270,7 +270,7 @@ class _Model:
 
 
 Model = _Model
-"""For the protocols, which add their steps; these are told by their names."""
+"""For the protocols, which add their steps; these are identified by their names."""
 
 
 def explore(setting: Setting, kind: type[Model]) -> Found:

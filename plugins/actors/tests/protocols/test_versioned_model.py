@@ -37,7 +37,7 @@ def test_protocol_holds(setting: Setting, least: int) -> None:
     ids=str,
 )
 def test_protocol_holds_at_full_size(setting: Setting, least: int) -> None:
-    """The same with any process killed beside readers, and with a reader beside writers that take turns."""
+    """The same with any process killed next to readers, and with a reader next to writers that take turns."""
     test_protocol_holds(setting, least)
 
 
@@ -53,8 +53,8 @@ def test_fault_is_found(fault: str) -> None:
     assert explore(setting, VersionedModel).problem == problem
 
 
-def test_steps_are_told() -> None:
-    """Of a fault the search tells one way in which it comes about, with as few steps as can be."""
+def test_steps_are_reported() -> None:
+    """For a fault the search reports one sequence of steps that leads to it, as short as possible."""
     found = explore(Setting(writers=(2,), readers=(1,), kills=0, fault="no second look"), VersionedModel)
     assert found.problem == "torn"
     assert {"writer 0: publish", "reader 1: bit"} < set(found.steps)

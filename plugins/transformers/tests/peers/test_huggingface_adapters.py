@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("dense")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    model.lm_head.weight.data *= 4  # or the frozen head could not tell tokens apart
+    model.lm_head.weight.data *= 4  # or the frozen head could not state tokens apart
     model.save_pretrained(path)
     return path
 
@@ -252,7 +252,7 @@ def test_example(
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
 
 
-def test_merge_must_be_told_which(folder: Path) -> None:
+def test_merge_requires_a_choice(folder: Path) -> None:
     """Neither both nor none is asked for, and a model without adapters has nothing to merge."""
     adapted = _adapted(_packed(folder))
     for options in ({}, {"exact": True, "requantize": True}):

@@ -135,7 +135,7 @@ def test_kernels_take_their_layout_from_the_cache(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_packed_checkpoint_is_kept_and_saved_alike(
+def test_a_packed_checkpoint_is_stored_and_saved_alike(
     dtype: torch.dtype, dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path
 ) -> None:
     """A model from the cache is saved byte for byte as the one that was read; each dtype has a file of its own."""
@@ -210,7 +210,7 @@ def _foreign(folder: Path, cache: Path) -> None:
     [_newer, _other_weights, _other_software, _other_backend, _truncated, _foreign],
     ids=lambda item: item.__name__,
 )
-def test_what_does_not_fit_is_made_anew_and_told_once(
+def test_what_does_not_fit_is_made_again_and_reported_once(
     change: Callable[[Path, Path], None], dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path
 ) -> None:
     """A stale, foreign or damaged file costs one warning and a new file, and never an answer."""
@@ -224,7 +224,9 @@ def test_what_does_not_fit_is_made_anew_and_told_once(
     assert torch.equal(logits(load(folder, "opened")), logits(again))
 
 
-def test_each_wish_has_a_file_of_its_own(dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path) -> None:
+def test_each_option_has_a_file_of_its_own(
+    dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path
+) -> None:
     """Another format, block size, choice of modules or precision is no reason to replace a file."""
     folder = dense()
     wishes: list[dict[str, Any]] = [
@@ -243,7 +245,7 @@ def test_each_wish_has_a_file_of_its_own(dense: Callable[..., Path], load: Calla
 def test_each_checkpoint_of_a_folder_has_a_file_of_its_own(
     dense: Callable[..., Path], load: Callable[..., Any]
 ) -> None:
-    """Weights beside the first ones (``variant=``) are neither taken for these nor put in their place."""
+    """Weights next to the first ones (``variant=``) are neither read instead of these nor stored in their place."""
     folder = dense()
     state = load_file(folder / "model.safetensors")
     save_file({key: value * 1.5 for key, value in state.items()}, folder / "model.other.safetensors", {"format": "pt"})

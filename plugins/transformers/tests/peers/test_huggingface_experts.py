@@ -264,7 +264,7 @@ def test_experts_compile_into_one_graph(tmp_path: Path) -> None:
         assert torch.allclose(compiled, experts(x, index, shares), atol=1e-5)
 
 
-def test_loading_experts_takes_two_beside_what_is_packed(tmp_path: Path) -> None:
+def test_loading_experts_takes_two_besides_the_packed_ones(tmp_path: Path) -> None:
     """While dense experts are quantised, no float tensor as large as two of them is made."""
     from test_huggingface import _Watch  # noqa: PLC0415  # a watch of every allocation
 

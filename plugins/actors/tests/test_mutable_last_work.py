@@ -42,7 +42,7 @@ def test_writers_tensor_goes_in_the_next_turn(state: MutableTensor) -> None:
 
 
 def test_graph_of_a_writer_ends_with_its_block(state: MutableTensor) -> None:
-    """A tensor that was made part of a graph is not kept, nor is one whose update failed."""
+    """A tensor that was made part of a graph is not retained, nor is one whose update failed."""
     assert _written(state, lambda tensor: tensor.requires_grad_())() is None
     failed: list[weakref.ref[torch.Tensor]] = []
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import concurrent.futures
 
 
-def test_a_writer_that_waits_in_vain_is_told_for_whom(threads: concurrent.futures.ThreadPoolExecutor) -> None:
+def test_timeout_error_names_the_holder(threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """The refusal names readers where readers were there, and the other writer where one was."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     for block, who in (
