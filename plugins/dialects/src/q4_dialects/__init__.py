@@ -27,7 +27,7 @@ __all__ = ["q4_dialects"]
 
 @hookimpl
 def q4_dialects() -> list[Dialect]:
-    """Bring the dialects."""
+    """Return the dialects."""
     return [
         BitsAndBytes(),
         ComfyUiNvfp4(),

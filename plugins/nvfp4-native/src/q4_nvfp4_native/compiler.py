@@ -147,7 +147,7 @@ def _read(key: str) -> tuple[str, bytes] | None:
 
 
 def _write(key: str, text: str, machine: bytes) -> None:
-    """Keep PTX and machine code; where nothing can be written, the next process compiles again."""
+    """Store PTX and machine code; where nothing can be written, the next process compiles again."""
     with contextlib.suppress(OSError, RuntimeError):
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)

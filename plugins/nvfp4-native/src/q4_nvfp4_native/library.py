@@ -124,7 +124,7 @@ class Library:
 
 @attrs.frozen
 class Search:
-    """What became of the candidates: the one that is used, and why each other one is not."""
+    """The result of the search: the library that is used, and why each other candidate is not."""
 
     library: Library | None
     problems: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""The machine side of the FP4 paths: what can run them here and why not, and the calls themselves.
+"""Engines of the FP4 paths: those that can run here, the reasons why others can't, and the calls.
 
 Three engines over one prepared layout: an external libNVFP4.so, our CUDA C++ kernels compiled by NVRTC (sm_120a,
-sm_121a), and ``tl.dot_scaled`` where the installed Triton is seen to make it native (sm_100, sm_103). Each rounds
-activations by a kernel of its own first; the latter two by the same one.
+sm_121a), and ``tl.dot_scaled`` where the installed Triton compiles it to native instructions (sm_100, sm_103). Each
+rounds activations by a kernel of its own first; the latter two by the same one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Native:
     """
 
     def __init__(self, facts: Facts, tools: Tools) -> None:
-        # Whether Triton can build kernels is no matter of hardware: only one of the engines asks for it.
+        # Whether Triton can build kernels does not depend on hardware: only one of the engines needs it.
         self._facts = attrs.evolve(facts, triton="1000.0", is_interpreted=False, has_compiler=True)
         self._tools = tools
         self._modules: dict[tuple[int, str], tuple[Any, Driver]] = {}
@@ -86,7 +86,7 @@ class Native:
 
     @property
     def search(self) -> Search:
-        """What became of the candidates for libNVFP4.so; looked for once."""
+        """The result of the search for libNVFP4.so, which is done once."""
         with self._lock:
             if self._search is None:
                 self._search = self._tools.library()

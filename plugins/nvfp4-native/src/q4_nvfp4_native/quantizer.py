@@ -75,8 +75,8 @@ def quantize_parts(  # noqa: PLR0913  # the choices that a format leaves open
 ) -> Quantised:
     """Quantise a dense weight on its device.
 
-    Rounded to nearest, the bytes are those of ``q4core.quantize`` on the CPU. Rounded by chance, block scales are
-    rounded up instead, so that nothing saturates, and each code is the one below or above its value with the
+    Rounded to nearest, the bytes are those of ``q4core.quantize`` on the CPU. With stochastic rounding, block scales
+    are rounded up instead, so that nothing saturates, and each code is the one below or above its value with the
     probabilities that make its mean the value (to 2^-24, and to the roundings of the scaling); equal seeds give equal
     codes.
 
@@ -85,8 +85,8 @@ def quantize_parts(  # noqa: PLR0913  # the choices that a format leaves open
             the CPU in Triton's interpreter; K a multiple of the block.
         format: ``"nvfp4"`` or ``"mxfp4"``.
         scale_kind: For NVFP4 E4M3, E4M3_MUL (the default) or E4M3_DIV; for MXFP4 E8M0.
-        stochastic: Round codes by chance.
-        seed: For rounding by chance: 0 … 2^31 - 1.
+        stochastic: Round codes stochastically.
+        seed: For stochastic rounding: 0 … 2^31 - 1.
         swizzle: Write the scales in the order of ``swizzle_scales``.
         is_finite: The caller knows that all values are finite: nothing waits for the device.
 

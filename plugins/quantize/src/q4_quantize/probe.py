@@ -1,8 +1,8 @@
 """The self-probe of a native quantiser: it may run only after it has written right codes on this machine.
 
-Rounded to nearest, the bytes are the reference codec's, computed on the CPU. Rounded by chance, equal seeds give equal
-bytes and other seeds others, and each value is one of the two neighbours that its own scales allow. That such rounding
-is fair is the kit's to judge (EX-13).
+Rounded to nearest, the bytes are the reference codec's, computed on the CPU. With stochastic rounding, equal seeds give
+equal bytes and other seeds others, and each value is one of the two neighbours that its own scales allow. The kit
+judges whether such rounding is fair (EX-13).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ROWS, _COLUMNS = 16, 256
 _SEEDS = (1, 1, 2)
 _CLOSE = 2.0**-20
-"""Of a step: values this close to a level count as that level."""
+"""Share of a step: values this close to a level count as that level."""
 
 
 def call_quantizer(backend: Backend, dense: torch.Tensor, request: Request, seed: int) -> PackedWeight:
@@ -80,7 +80,7 @@ def _sample(request: Request) -> torch.Tensor:
 
 
 def _misfit(wanted: PackedWeight, got: object, device: torch.device) -> str | None:
-    """Say how a quantiser's result is no weight of the reference's layout, or None."""
+    """Return how a quantiser's result differs from the reference's layout, or None."""
     if not isinstance(got, PackedWeight):
         return f"it gave {type(got).__name__} instead of a PackedWeight"
     if WeightSpec.of(got) != WeightSpec.of(wanted):
@@ -92,7 +92,7 @@ def _misfit(wanted: PackedWeight, got: object, device: torch.device) -> str | No
 
 
 def _difference(wanted: PackedWeight, got: PackedWeight) -> str | None:
-    """Say in which field the bytes of two weights of one layout differ, or None."""
+    """Return in which field the bytes of two weights of one layout differ, or None."""
     for (field, ours), (_, theirs) in zip(wanted.tensors(), got.tensors(), strict=True):
         mine, its = (item.reshape(-1).view(torch.uint8) for item in (ours, theirs))
         wrong = (mine != its).nonzero().flatten()
@@ -104,7 +104,7 @@ def _difference(wanted: PackedWeight, got: PackedWeight) -> str | None:
 
 
 def _misrounded(sample: torch.Tensor, given: list[PackedWeight]) -> str | None:
-    """Say how rounding by chance is not what it should be, or None."""
+    """Return how stochastic rounding is not what it should be, or None."""
     first, again, other = given
     if _difference(first, again) is not None:
         return "equal seeds gave other bytes"

@@ -53,7 +53,7 @@ class ReferenceQuantizer:
             try:
                 request = quantize_request(dense, kind, rounding=rounding, **choices)
             except Q4Error:
-                quantize_reference(dense, kind, name=name, **choices)  # whose own words fit the caller's tensor
+                quantize_reference(dense, kind, name=name, **choices)  # whose message fits the caller's tensor
                 raise
             try:
                 found = find_quantizer(registry, request)
@@ -81,7 +81,7 @@ class ReferenceQuantizer:
         )
         if found is None:
             return quantize_reference(dense, kind, name=name, **choices)
-        if not _is_capturing(dense.device):  # where nothing can be said of values: they are the caller's to know
+        if not _is_capturing(dense.device):  # where values can't be checked: they are the caller's responsibility
             checks.check_finite(dense.detach(), name)
         backend = registry.backends()[found.backend]
         call = functools.partial(call_quantizer, backend, dense.detach(), found.request, seed)
@@ -105,7 +105,7 @@ def quantize_request(
     rounding: Rounding = Rounding.NEAREST,
     **choices: Any,
 ) -> Request:
-    """Return what a quantiser is asked: the facts of the weight that the reference makes of ``dense`` [N, K]."""
+    """Return the request to a quantiser: the facts of the weight that the reference makes of ``dense`` [N, K]."""
     kind = find_format(format)
     rows, columns = dense.shape
     block = choices.get("block_size") or kind.block_size
@@ -115,7 +115,7 @@ def quantize_request(
 
 
 def find_quantizer(registry: Registry, request: Request) -> Selection:
-    """Return who is best for a request of op ``"quantize"``, proven; what is proven stays so.
+    """Return the best backend for a request of op ``"quantize"``, proven; proofs are cached.
 
     Raises:
         BackendUnavailableError: There is none; ``rejections`` holds every reason.

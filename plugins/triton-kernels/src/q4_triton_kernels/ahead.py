@@ -22,7 +22,7 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 @attrs.frozen(eq=False)
 class Compiled:
-    """What a kernel became for one architecture.
+    """A kernel compiled for one architecture.
 
     Args:
         arch: Compute capability × 10.

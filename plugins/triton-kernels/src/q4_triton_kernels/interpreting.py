@@ -11,7 +11,7 @@ from q4core import BackendError
 __all__ = ["IGNORED_WARNINGS", "hasten", "require_interpreter"]
 
 IGNORED_WARNINGS = (
-    "ignore:invalid value encountered:RuntimeWarning",  # numpy's word on NaN and infinity, which some cases want
+    "ignore:invalid value encountered:RuntimeWarning",  # numpy warns of NaN and infinity, which some cases need
     "ignore:overflow encountered:RuntimeWarning",
 )
 

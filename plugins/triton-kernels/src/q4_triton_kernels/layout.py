@@ -65,7 +65,7 @@ class WeightMeta:
 
     @classmethod
     def of(cls, weight: PackedWeight) -> WeightMeta:
-        """Return the layout of a weight whose block sizes ``block_problem`` has nothing against."""
+        """Return the layout of a weight whose block size passes ``block_problem``."""
         second = weight.offset if weight.offset is not None else weight.zero
         return cls(
             spec=WeightSpec.of(weight),

@@ -162,7 +162,7 @@ class Plan:
         meta, splits = self.meta, route.splits
         rows, stride = x.shape[0], x.stride(0)
         if route.is_even and ((stride % UNIT and rows > 1) or x.data_ptr() % UNIT):
-            x = x.clone(memory_format=torch.contiguous_format)  # rows that lie awkwardly
+            x = x.clone(memory_format=torch.contiguous_format)  # rows that are not aligned
             stride = x.stride(0)
         n = meta.spec.out_features
         place = out

@@ -34,7 +34,7 @@ _INTERPRETER = threading.Lock()
 """Triton's interpreter keeps its place in the grid in one global."""
 
 _UNBUILT = (subprocess.CalledProcessError, OSError, ImportError)
-"""What Triton raises where it can't build its launcher, on which the driver has no say."""
+"""What Triton raises where it can't build its launcher, independent of the driver."""
 
 
 @attrs.define(eq=False)

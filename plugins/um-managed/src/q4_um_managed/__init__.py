@@ -25,7 +25,7 @@ __all__ = [
 
 @hookimpl
 def q4_memory_providers() -> list[ManagedProvider]:
-    """Return the one provider of this plugin; nothing is loaded until it is asked."""
+    """Return the one provider of this plugin; nothing is loaded before its first question."""
     return [ManagedProvider()]
 
 

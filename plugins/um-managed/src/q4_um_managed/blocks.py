@@ -27,7 +27,7 @@ class Block:
     Args:
         address: Where it is, for CPU and GPU.
         size: Its bytes.
-        device: Whose it is.
+        device: Number of its device.
         is_pinned: Whether it is pinned host memory; managed otherwise.
         events: By stream, the one behind the device work that may still use it.
         is_unsure: Whether only waiting for the whole device shows that it is free.
@@ -52,7 +52,7 @@ class Block:
 
     @property
     def memory(self) -> int:
-        """Whose memory it takes: the host's, or a device's, by number."""
+        """The memory that it takes: the host's, or a device's, by number."""
         return CPU if self.is_of_host else self.device
 
 

@@ -31,13 +31,13 @@ _DEVICE_SHARE = 32
 
 @attrs.frozen
 class Room:
-    """What may still be taken of one memory.
+    """Bytes of one memory that may still be allocated.
 
     Args:
-        source: Who counted: ``"MemAvailable"``, ``"cudaMemGetInfo"`` or a control group's limit.
-        free_bytes: What it says is free.
-        total_bytes: What there is.
-        headroom_bytes: What stays free.
+        source: The source of the counts: ``"MemAvailable"``, ``"cudaMemGetInfo"`` or a control group's limit.
+        free_bytes: Free bytes by that source.
+        total_bytes: All bytes.
+        headroom_bytes: Bytes that stay free.
         unbacked_bytes: What was handed out and counts as free still, since it is untouched.
     """
 
@@ -76,7 +76,7 @@ def host_memory(limits: Callable[[], tuple[int, int, str] | None] = group_memory
 
 
 class Budget:
-    """Says yes or no to one more allocation.
+    """Accepts or rejects an allocation.
 
     Args:
         driver: CUDA's runtime.

@@ -19,12 +19,12 @@ __all__ = ["Decision", "summary_of"]
 
 
 def summary_of(error: BaseException) -> str:
-    """Return an error as decisions quote it: without its advice and its list of facts, which go elsewhere."""
+    """Return an error as decisions quote it: without its hint and its attributes, which are recorded separately."""
     return f"{type(error).__name__}: {error.summary if isinstance(error, Q4Error) else error}"
 
 
 class Decision:
-    """The decision about one tensor in the making: the providers' answers, and what came of asking them for more.
+    """A decision about one tensor while it is made: the providers' answers, and the results of further calls.
 
     Args:
         what: The tensor, for messages.
@@ -87,7 +87,7 @@ class Decision:
         provider: MemoryProvider | None = None,
         tensor: torch.Tensor | None = None,
     ) -> MemoryDecision:
-        """Return the decision with the facts that decided, and of ``tensor`` where it lies now."""
+        """Return the decision with the facts that decided, and the placement of ``tensor``."""
         placement = None
         if provider is not None and tensor is not None:
             try:
@@ -105,7 +105,7 @@ class Decision:
         return self.made("promoted", f"copied into memory of {provider.name}", provider, managed)
 
     def unplaced(self, *, is_rejected: bool = True) -> MemoryDecision:
-        """Return the decision to leave the tensor, with everything that stood against managed memory.
+        """Return the decision to leave the tensor, with every reason against managed memory.
 
         Args:
             is_rejected: Whether REQUIRE_UNIFIED makes an error of it.

@@ -1,4 +1,4 @@
-"""The device attributes that decide, and the memory that they allow."""
+"""Device attributes that decide a placement, and the memory that they allow."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def choose(attributes: Mapping[str, int], *, wanted: str = "auto", is_readable_i
 
     Args:
         attributes: The device's.
-        wanted: ``"auto"``, or ``"managed"``, ``"pageable"``, ``"pinned"``: obeyed or refused.
+        wanted: ``"auto"``, or ``"managed"``, ``"pageable"``, ``"pinned"``: followed or rejected.
         is_readable_in_place: Whether the tensor lies in system memory in a way that a GPU could read.
 
     Raises:
-        UnifiedMemoryError: The device's attributes allow none, or not the one that is wanted.
+        UnifiedMemoryError: The device's attributes allow none, or not the requested one.
     """
     reader = reads_system_memory(attributes)
     if wanted in {"auto", "pageable"} and is_readable_in_place and (reader or _is_wanted(wanted, attributes)):

@@ -1,6 +1,6 @@
 """``Driver``: all calls of CUDA's runtime, and of torch's side of it.
 
-``Driver`` speaks to ``cupy.cuda.runtime`` (or a pretended one), to a configured libNVFP4 and to ``TorchSide`` (or a
+``Driver`` calls ``cupy.cuda.runtime`` (or a pretended one), to a configured libNVFP4 and to ``TorchSide`` (or a
 pretended one); nothing else in this package does. Calls that need a current device set it and put the thread's own
 back.
 """
@@ -151,7 +151,7 @@ class Driver:
     def is_managed(self, address: int) -> bool:
         """Return whether the driver says that an address is of managed memory."""
         if self._exports is not None and self._exports.is_managed(address):
-            return True  # a library without the device says no of every address
+            return True  # a library without the device denies every address
         with self._reported("pointerGetAttributes"):
             return int(self._runtime.pointerGetAttributes(address).type) == _MANAGED
 

@@ -105,7 +105,7 @@ class DualView:
         """Give the CPU tensor once the device has passed what this thread and ``on_cuda`` blocks have queued.
 
         On a device that is not concurrent the whole device is awaited, and the tensor is emptied when the block ends,
-        so that it can't be touched later (views that were made of it can: let them go).
+        so that it can't be touched later (views of it can: drop them).
 
         Args:
             wait: False refuses instead of waiting for the device.

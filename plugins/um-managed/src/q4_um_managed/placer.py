@@ -22,14 +22,14 @@ __all__ = ["Placer"]
 
 
 class Placer(MemoryPlacer):
-    """Places tensors for one device, as a policy says.
+    """Places tensors for one device by a policy.
 
     Each method returns the tensor to use and a ``MemoryDecision`` that says what was done and why.
 
     Args:
-        policy: What is asked for.
+        policy: The policy.
         device: The device that computes.
-        providers: Asked in the order of their names; the first that can, serves. Defaults to the installed plugins'.
+        providers: Asked in the order of their names; the first that can is used. Defaults to the installed plugins'.
         environment: Defaults to ``os.environ``.
 
     Raises:

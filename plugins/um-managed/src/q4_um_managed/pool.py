@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Pool"]
 
 _LARGE = 64 << 20
-"""From this size on an allocation is larger than what other processes usually take and give."""
+"""From this size on an allocation is larger than what other processes usually allocate and free."""
 
 
 class Pool:

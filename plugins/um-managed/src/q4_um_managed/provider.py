@@ -48,7 +48,7 @@ class ManagedProvider:
     Args:
         find: Finds CUDA's runtime, or says what is missing.
         host: Gives the host's available and whole memory, and the source of the counts.
-        max_cached_bytes: What the pool keeps at most for the next tensors.
+        max_cached_bytes: Limit of the pool's cache.
     """
 
     name = "um-managed"
@@ -78,7 +78,7 @@ class ManagedProvider:
         return self._machine.availability(to_device("unified memory", device))
 
     def is_managed(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor's memory is managed, by the driver's own word; False once it was given back."""
+        """Return whether the tensor's memory is managed, as the driver reports it; False once it was given back."""
         if not has_storage(tensor):
             return False
         owner = self._ownership.of(tensor)
@@ -128,7 +128,7 @@ class ManagedProvider:
 
         Args:
             tensor: Any strided tensor.
-            device: Who will compute with it.
+            device: The device that will compute with it.
             read_mostly: Written once, then only read.
             prefetch: Move the pages to ``device`` now.
 
@@ -183,7 +183,7 @@ class ManagedProvider:
         Args:
             tensor: In managed memory.
             advice: ``"read_mostly"``, ``"preferred_location"`` or ``"accessed_by"``.
-            device: Whom the advice names.
+            device: The device that the advice names.
             is_set: False takes the advice back.
 
         Raises:
@@ -230,7 +230,7 @@ class ManagedProvider:
         self._ownership.lease_of(tensor, f"record_stream of {self.name}").streams.add(stream)
 
     def trim(self) -> int:
-        """Give the driver all that the pool keeps; returns the bytes that went. Waits for the device."""
+        """Free all cached blocks of the pool; return the bytes that were freed. Waits for the device."""
         return 0 if self._pool is None else self._pool.trim()
 
     # -- further placements
@@ -390,7 +390,7 @@ class ManagedProvider:
         return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def _hint(self, give: Callable[[], None]) -> None:
-        """Give the driver a hint; the tensor is right without it too."""
+        """Give the driver a hint, which only affects speed."""
         try:
             give()
         except DriverFaultError:

@@ -39,7 +39,7 @@ _HERE = _Here()
 
 
 class _Ticket:
-    """One that waits for its turn."""
+    """A block that waits for its turn."""
 
     __slots__ = ("side",)
 
@@ -57,7 +57,7 @@ class SideLock:
         self._waiting: collections.deque[_Ticket] = collections.deque()
 
     def is_open(self, side: str) -> bool:
-        """Return whether a block of a side is open, of a thread that lives."""
+        """Return whether a living thread has an open block on a side."""
         return any(thread() is not None for thread in tuple(self._inside[side]))
 
     def enter(self, side: str, timeout: float | None) -> _Thread:
@@ -68,7 +68,7 @@ class SideLock:
             timeout: Seconds to wait, None for no limit.
 
         Returns:
-            What ``leave`` wants.
+            The argument of ``leave``.
 
         Raises:
             WriteConflictError: The time ran out, or this thread itself is on the other side.

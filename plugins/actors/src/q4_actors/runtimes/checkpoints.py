@@ -82,7 +82,7 @@ def save(
                 raise
         for other in target.parent.glob(f"{glob.escape(prefix)}{'?' * 8}{_ENDING}"):
             with contextlib.suppress(OSError):
-                if other.stat().st_mtime < began:  # of a process that was killed: none is written so slowly
+                if other.stat().st_mtime < began:  # of a killed process: no write takes that long
                     other.unlink()
     except (OSError, RuntimeError) as error:  # torch's, where the disk is full
         raise CheckpointError(f"the checkpoint can't be written: {error}", where=str(path)) from error

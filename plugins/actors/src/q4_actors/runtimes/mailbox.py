@@ -83,7 +83,7 @@ class Frame:
 
 
 class Page:
-    """What supervisor, actor and senders know of an actor: the message that it handles, its state, its restarts."""
+    """An actor's page, shared by supervisor, actor and senders: the current message, its state, its restarts."""
 
     def __init__(self, path: pathlib.Path) -> None:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -124,17 +124,17 @@ class Page:
 
     @property
     def why(self) -> str:
-        """Why nothing is taken any more."""
+        """The reason why no messages are accepted any more."""
         return self._noted() or "it was stopped"
 
     def end(self, state: int, why: str = "") -> None:
-        """Say that nothing is taken any more, and why."""
+        """Mark that no messages are accepted any more, with the reason."""
         if why:
             self.note(why)
         self._state[0] = state
 
     def note(self, why: str) -> None:
-        """Keep why the process ends, for its supervisor."""
+        """Record why the process ends, for its supervisor."""
         text = why.encode(errors="backslashreplace")[: len(self._why) - 1]
         self._why[: len(text) + 1] = text + b"\0"
 
@@ -163,7 +163,7 @@ class Post:
                 folder = FOLDER / f"{PREFIX}{secrets.token_hex(8)}"
                 folder.mkdir(mode=0o700)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_SH)  # who lives, holds it
+            fcntl.flock(self._lock, fcntl.LOCK_SH)  # held by every living process
         except OSError as error:
             raise ActorError(f"the mailboxes of an actor system can't be opened: {error}") from error
         self.folder = folder

@@ -124,7 +124,7 @@ class ProcessRef(ActorRef):
         self._send(Kind.ASK, message, deadline, number=number, reply=box.name)
         while True:
             left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
-            is_dead = self.page.state == State.DEAD  # looked at before the box: what it answered is there by now
+            is_dead = self.page.state == State.DEAD  # checked before the box: its answer is there by now
             answer = box.take(left)
             if answer is None:
                 if is_dead:
@@ -190,7 +190,7 @@ class ProcessRef(ActorRef):
                 return
             left = LOOK_S if deadline is None else deadline - time.monotonic()
             is_own = getattr(HERE, "actor", None) == (self._post.folder, self._number)
-            if is_own or left <= 0:  # who waits for itself makes no room
+            if is_own or left <= 0:  # an actor that waits for itself makes no room
                 raise full_error(self.name, self._room)
             self._post.await_room(self._box, min(left, LOOK_S))
 

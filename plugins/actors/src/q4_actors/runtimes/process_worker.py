@@ -59,7 +59,7 @@ class Sealed:
 
 
 def work(folder: str, number: int, sealed: bytes, options: Options, threads: int) -> None:
-    """Be an actor."""
+    """Run an actor."""
     try:
         spec: Spec = pickle.loads(sealed)  # noqa: S301  # of the process that spawned this one
         del sealed
@@ -88,7 +88,7 @@ def _live(folder: str, number: int, spec: Spec, options: Options, threads: int) 
         try:
             life.start()
             while True:
-                if not page.current[0]:  # else its forerunner was killed while it handled that
+                if not page.current[0]:  # else its predecessor was killed while it handled that
                     if not watch.wait(0.0 if page.state == State.ENDING else None):
                         break
                     os.readv(box, [page.current])
@@ -126,7 +126,7 @@ def _answer(post: Post, frame: Frame, kind: int, body: bytes) -> None:
 
 
 def _end_with_parent(post: Post) -> None:
-    """Wait for the end of the process that spawned this one, take away what it left, and end."""
+    """Wait for the end of the process that spawned this one, remove what it left, and end."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""Actors as processes of a Linux machine: mailboxes are pipes, state is in shared memory, the dead are replaced."""
+"""Actors as processes on Linux: mailboxes are pipes, state is in shared memory, dead processes are replaced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EVENTS_ROOM = 64
 
 
 class Processes:
-    """The runtime of processes: one each, from a server without threads, and a thread here that replaces the dead."""
+    """The runtime of processes: one for each actor, forked from a server without threads, and a supervising thread."""
 
     def __init__(self, options: Options, report: Report) -> None:
         self._options, self._report = options, report

@@ -97,7 +97,7 @@ class _Host:
         self._ended.wait()
 
     def status(self) -> tuple[str, str]:
-        """Return which incarnation this is, and why it takes nothing any more, if so; at any time."""
+        """Return which incarnation this is, and why it accepts no messages any more, if so; at any time."""
         return BORN, self._why
 
     def memory(self) -> ActorMemory:
@@ -276,7 +276,7 @@ class RayRuntime:
         return ref
 
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> RayTensor:
-        """Return a tensor that one of Ray's actors keeps, and its object store hands out."""
+        """Return a tensor that the hub holds in Ray's object store."""
         return RayTensor.create(self._hub, tensor, name, version, **options)
 
     @staticmethod
@@ -312,7 +312,7 @@ def _host() -> Any:
 
 
 def _unsent(name: str, error: BaseException, *, is_message: bool) -> MessageError:
-    """Return the error of an answer that can't be pickled, or of what can't be unpickled."""
+    """Return the error for an answer that can't be pickled, or a message that can't be unpickled."""
     is_unpickled = isinstance(error, ray.exceptions.RaySystemError)
     what = "a message to" if is_message and is_unpickled else "the answer of"
     why = str(error).partition("\ntraceback: ")[0]

@@ -21,7 +21,7 @@ BORN = secrets.token_hex(8)
 """Which incarnation of its actor this process is."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOOK_S = 0.2
-"""How often the holder of a turn is asked whether it lives, while others wait for it."""
+"""Seconds between two checks that the holder of a turn lives, while others wait for it."""
 _Holder = tuple[Any, str, str]
 """Ray's handle of a writer, None for the process that spawns; which incarnation; and which of its blocks."""
 
@@ -44,7 +44,7 @@ class Hub:
         self._stopped: set[str] = set()
 
     async def report(self, event: Any) -> None:
-        """Keep an event until it is taken."""
+        """Store an event until it is fetched."""
         await self._events.put(event)
 
     async def events(self) -> list[Any]:
@@ -68,7 +68,7 @@ class Hub:
         self._stopped.add(actor)
 
     async def add(self, name: str, content: Any, version: int) -> None:
-        """Keep a tensor."""
+        """Store a tensor."""
         self._states[name] = _State(content, version)
 
     async def newest(self, name: str) -> tuple[list[Any], int]:

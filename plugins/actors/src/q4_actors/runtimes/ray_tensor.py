@@ -46,7 +46,7 @@ class RayTensor(MutableTensor):
         self._mode = MutableMode.VERSIONED
         self.counts: collections.Counter[str] = collections.Counter()
         facts = {"dtype": form[0], "shape": torch.Size(form[1]), "device": torch.device("cpu")}
-        self._protocol: Any = types.SimpleNamespace(label=label_of(name), **facts)  # what the base class looks at
+        self._protocol: Any = types.SimpleNamespace(label=label_of(name), **facts)  # what the base class reads
 
     @classmethod
     def create(  # noqa: PLR0913  # the options of one call
@@ -60,7 +60,7 @@ class RayTensor(MutableTensor):
         unified_memory: q4.UnifiedMemoryPolicy | str | None = None,
         device: torch.device | str | None = None,
     ) -> RayTensor:
-        """Make one, which a hub keeps."""
+        """Make one, which a hub stores."""
         label = label_of(name)
         if to_mode(label, mode) is not MutableMode.VERSIONED:
             raise q4.ConfigError(label, name="mode", rule="'versioned' on Ray", value=mode)

@@ -35,7 +35,7 @@ class ThreadRef(ActorRef):
         self._box: queue.SimpleQueue[tuple[Any, _Reply | None] | None] = queue.SimpleQueue()
         self._room = threading.Condition()
         self._waiting = 0
-        self._why: str | None = None  # why nothing is taken any more
+        self._why: str | None = None  # why no messages are accepted any more
         self._thread = threading.Thread(
             target=self._run, args=(spec, options, report), name=f"actor {spec.name}", daemon=True
         )
@@ -85,7 +85,7 @@ class ThreadRef(ActorRef):
                 self._room.notify_all()
 
     def kill(self) -> None:
-        """Refuse; see ``ActorRef.kill``."""
+        """Raise; see ``ActorRef.kill``."""
         hint = 'Use runtime="processes" to see what a crash does.'
         raise ActorError(f"actor {self.name!r} is a thread, and can't be killed", hint=hint, actor=self.name)
 
@@ -111,7 +111,7 @@ class ThreadRef(ActorRef):
     def _await_room(self, timeout: float | None) -> None:
         self._waiting += 1
         try:
-            is_own = threading.current_thread() is self._thread  # who can't make room while it waits
+            is_own = threading.current_thread() is self._thread  # it can't make room while it waits
             if is_own or not self._room.wait_for(
                 lambda: self._why is not None or self._box.qsize() < self._limit, timeout
             ):
@@ -173,4 +173,4 @@ class Threads:
         return share_by(Held, what, canonical=canonical)
 
     def close(self) -> None:
-        """Let go of what the runtime holds: nothing."""
+        """Release what the runtime holds: nothing."""

@@ -96,7 +96,7 @@ class Held:
         self._tensors = []
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled, which would copy them."""
+        """Reject pickling, which would copy them."""
         hint = "Share it by the system whose actors use it: system.share(layer)."
         raise q4.LifecycleError("the weight is shared between threads, and can't be sent to a process", hint=hint)
 
@@ -121,7 +121,7 @@ class InSegment:
         return from_flat(self._segment.slots[0], self._forms)
 
     def close(self) -> None:
-        """Take the name away, if this process made it."""
+        """Remove the name, if this process made it."""
         if self._segment is not None and self._segment.is_maker:
             self._segment.close()
             self._segment.release()

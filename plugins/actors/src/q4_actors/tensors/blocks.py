@@ -32,7 +32,7 @@ class ReadView(ReadTicket):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The content, by an alias without graph. To be read; see ``docs/memory.md`` for how a change is found out.
+        """The content, by an alias without graph. To be read; see ``docs/memory.md`` for how a change is detected.
 
         Raises:
             LifecycleError: The block has ended, or was never entered.

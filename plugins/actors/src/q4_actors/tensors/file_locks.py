@@ -1,4 +1,4 @@
-"""``FileLocks``: locks between processes that the kernel takes back when their holder dies, however it dies.
+"""``FileLocks``: locks between processes that the kernel releases when their holder dies, however it dies.
 
 They prove who lives; no read or update takes one. They are Linux's open-file-description locks on single bytes of a
 file. Such a lock belongs to what ``open`` made, which a forked child shares: so a child must ``reopen``, and memory
@@ -43,7 +43,7 @@ class FileLocks:
         return self._request(fcntl.F_WRLCK, place)
 
     def release(self, place: int) -> None:
-        """Give a place back; also one that is not held."""
+        """Release a place; also one that is not held."""
         self._request(fcntl.F_UNLCK, place)
 
     def reopen(self, place: int) -> None:
@@ -60,7 +60,7 @@ class FileLocks:
         return os.lseek(self.file, 0, os.SEEK_END)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1

@@ -76,7 +76,7 @@ def mutable(  # noqa: PLR0913  # the options of one call
 
 
 def record(made: MutableTensor, decision: q4.MemoryDecision) -> None:
-    """Keep a decision on the tensor that it is about, and send it as an event."""
+    """Store a decision on the tensor that it is about, and send it as an event."""
     made.placement = decision
     fields = {**attrs.asdict(decision), "policy": decision.policy.value}
     emit("q4.actor.mutable", tensor=made.name, mode=made.mode.value, device=str(made.device), **fields)
@@ -85,7 +85,7 @@ def record(made: MutableTensor, decision: q4.MemoryDecision) -> None:
 def decide_for_processes(
     name: str, unified_memory: q4.UnifiedMemoryPolicy | str | None, device: torch.device | str | None = None
 ) -> q4.MemoryDecision:
-    """Return what becomes of a policy where processes share the tensor.
+    """Return the decision of a policy where processes share the tensor.
 
     Raises:
         ConfigError: The device is not the CPU.

@@ -53,7 +53,7 @@ class ThreadProtocol(State):
     """For memory that a device works on."""
 
     def after_fork(self) -> None:
-        """Refuse all use in a child, whose memory is another: what is written there, the parent never sees."""
+        """Reject all use in a child, whose memory is a copy: the parent never sees what is written there."""
         self.renew()  # a lock of the old one may never be released
         self.sync = None  # its device, and the turns of its sides, are the parent's
         self.is_closed = self.is_forked = True
@@ -110,7 +110,7 @@ class ThreadProtocol(State):
         """Release what the writer holds in addition to its place among the threads."""
 
     def drop_read(self, view: ReadTicket) -> None:
-        """Release what a read holds that did not begin."""
+        """Release what a read that did not begin holds."""
         if self.sync is not None:
             self.sync.leave(view)
         with self.lock:
@@ -118,7 +118,7 @@ class ThreadProtocol(State):
             self.release_read(view)
 
     def drop_write(self, block: WriteTicket) -> None:
-        """Release what an update holds that did not begin."""
+        """Release what an update that did not begin holds."""
         if self.sync is not None:
             self.sync.leave(block)
         with self.lock:
@@ -141,7 +141,7 @@ class ThreadProtocol(State):
             self.check()
 
     def check_healing(self) -> None:
-        """Raise if there is nothing that ``reset()`` could heal."""
+        """Raise if there is nothing that ``reset()`` could repair."""
         self.reclaim()
         if self.is_closed:
             self.raise_closed()
@@ -301,7 +301,7 @@ class ThreadProtocol(State):
             raise problem
 
     def publish(self, block: WriteTicket, work: torch.Tensor) -> bool:
-        """Make ``work`` the newest version, and give all back; not if it was closed or poisoned meanwhile."""
+        """Make ``work`` the newest version, and release all; not if it was closed or poisoned meanwhile."""
         if self.is_closed or (self.poison is not None and not block.healing):
             return False
         self.tensor, self.mark, self.version, self.poison = work, mark_of(work), self.version + 1, None

@@ -73,7 +73,7 @@ class Segment:
         self._held: list[Any] = [locks]
         named = weakref.finalize(self, _remove_name, FOLDER / name, os.getpid()) if is_maker else None
         self.close = weakref.finalize(self, _close, self._held, named)
-        # When the interpreter exits, a daemon thread may still write: its locks are the kernel's to take back.
+        # When the interpreter exits, a daemon thread may still write: the kernel releases its locks.
         self.close.atexit = False
         _OPEN[name] = self
 
@@ -170,7 +170,7 @@ class Segment:
 
     @property
     def is_disposed(self) -> bool:
-        """Whether this process has given everything back."""
+        """Whether this process has released everything."""
         return not self.close.alive
 
     @property
@@ -183,7 +183,7 @@ class Segment:
         self._held.insert(0, part)
 
     def release(self) -> None:
-        """Drop the memory, but for a copy of the header."""
+        """Drop the memory except a copy of the header."""
         header = memoryview(bytearray(PAGE))
         self.memory, self._bytes, self.words, self.slots = None, header, header.cast("q"), []
 
@@ -206,7 +206,7 @@ def _over(mapping: mmap.mmap, form: Form, start: int) -> torch.Tensor:
 
 
 _OPEN: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
-"""What this process has open, which needs no look."""
+"""Segments that this process has open, by name; these need no check."""
 
 
 def _close(held: list[Any], named: weakref.finalize[..., Any] | None) -> None:

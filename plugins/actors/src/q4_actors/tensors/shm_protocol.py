@@ -137,7 +137,7 @@ class ShmProtocol(ThreadProtocol):
             self.check_waiting()
 
     def read_in_turn(self, timeout: float | None) -> ReadView:
-        """Return a block that waits, and raises what is in its way; for ``IN_PLACE``."""
+        """Return a block that waits, or raises the obstacle; for ``IN_PLACE``."""
         return ReadView(self, timeout)
 
     def pass_turn(self) -> None:
@@ -146,14 +146,14 @@ class ShmProtocol(ThreadProtocol):
             self.gate.pass_turn()
 
     def release(self) -> None:
-        """Give everything back after the last reader of a closed handle."""
+        """Release everything after the last reader of a closed handle."""
         with self.lock:
             self.dispose()
 
     # -- what this process holds
 
     def reclaim(self) -> None:
-        """Take back what threads of this process that have ended hold; of processes that ended, the kernel does it."""
+        """Release what ended threads of this process hold; for ended processes, the kernel does it."""
         if not self.segment.is_disposed:
             self.observe()
             self.cells.reclaim()
@@ -167,7 +167,7 @@ class ShmProtocol(ThreadProtocol):
         self.dispose()
 
     def release_write(self) -> None:
-        """Let other processes write; where the file was cut short, there is nothing to let them have."""
+        """Let other processes write; not where the file was truncated."""
         self.turns.claimed = None
         if not self.segment.is_disposed and not self.segment.is_cut:
             self.turns.end_write()
@@ -308,7 +308,7 @@ class ShmProtocol(ThreadProtocol):
         """Publish the update, or drop it, or poison the content; then release the block."""
         self._notice_fork()
         work, alias = block.work, block.alias
-        # Mostly all is well. To find out by what all contents do costs a third of a block.
+        # Usually all is well. The check that all contents have would cost a third of a block.
         if error is None and alias.is_set_to(work) and work.data_ptr() == block.address:
             with self.lock:
                 if self.gate.writer is block and self.publish(block, work):

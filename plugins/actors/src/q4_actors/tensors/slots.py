@@ -54,14 +54,14 @@ class Slots:
                 cause = self._segment.cause
             else:
                 cause = None if is_writing else self._ended_writer(word)
-            # A writer that ended well between the two looks has not died.
+            # A writer that ended well between the two reads has not died.
             if words[CURRENT] == word:
                 return version, 0 if self._is_in_place else low, cause
 
     def _ended_writer(self, word: int) -> str | None:
         """Return which process ended while it wrote, if one did."""
         cells = self._cells
-        if cells.current != word:  # so that the bar is seen, too
+        if cells.current != word:  # so that the bar is seen as well
             return None
         # No process writes while this process reads, or has the turn.
         if not (cells.is_holding or cells.has_turn):

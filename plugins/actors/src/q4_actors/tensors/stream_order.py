@@ -20,7 +20,7 @@ __all__ = ["StreamEvents", "Streams", "TorchStreams"]
 
 
 class Streams(Protocol):
-    """What is asked of a device's streams; each call is about the calling thread's current one."""
+    """Operations on a device's streams; each call is about the calling thread's current one."""
 
     def current(self) -> int:
         """Return its handle."""

@@ -55,7 +55,7 @@ class MutableTensor:
     """
 
     placement: MemoryDecision | None = None
-    """What a unified-memory policy made of it; set by ``q4_actors.mutable``."""
+    """The decision of a unified-memory policy; set by ``q4_actors.mutable``."""
 
     def __init__(  # noqa: PLR0913  # the options of one tensor
         self,

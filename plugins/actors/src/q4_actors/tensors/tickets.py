@@ -52,7 +52,7 @@ class Ticket:
     __slots__ = ("bell", "is_admitted", "thread")
 
     bell: threading.Condition
-    """Rung for this ticket alone, while it waits: each thread that wakes for nothing costs all others a turn."""
+    """Notified for this ticket alone, while it waits: each thread that wakes for nothing costs all others a turn."""
     thread: Thread
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ class SharedRWLock(RWLock):
 
 
 class Turns:
-    """The turns that this process has or waits for. Anew after a fork, since a child has none.
+    """The turns that this process has or waits for; created again after a fork, since a child has none.
 
     Args:
         segment: The memory.

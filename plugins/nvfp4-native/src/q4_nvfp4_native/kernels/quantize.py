@@ -50,7 +50,7 @@ def largest_bits(
 
 @triton.jit
 def _magnitude(x, chance, STOCHASTIC: tl.constexpr):
-    """Return the E2M1 code of |x|: the nearest, ties to even; or the one below or above, by chance [0, 1)."""
+    """Return the E2M1 code of |x|: the nearest, ties to even; or the one below or above, by chance in [0, 1)."""
     size = tl.abs(x)
     if STOCHASTIC:
         size = tl.minimum(size, 6.0)
