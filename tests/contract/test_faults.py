@@ -149,7 +149,7 @@ def test_a_right_gradient_of_the_backend_passes() -> None:
 
 
 def test_every_run_sees_each_way_to_notice_dense_weights() -> None:
-    """What ``nox -s soak`` alone plants is the like of a fault of every run: each message that reports one is met."""
+    """What ``nox -s soak`` alone plants is similar to a fault of every run: each message that reports one is met."""
     kinds = {fault.name: fault.says.rpartition(": ")[2] for fault in FAULTS if fault.caught_by == "EX-14/kind"}
     assert kinds.keys() >= IN_SOAK
     assert {kinds[name] for name in kinds.keys() - IN_SOAK} == set(kinds.values())

@@ -51,7 +51,7 @@ def test_kernel_passes(case: Case, subject: BackendSubject) -> None:
 
 
 def test_what_is_not_declared_never_counts_as_a_pass() -> None:
-    """A manifest without a feature keeps its cases from running, and no other; run all the same, they say so."""
+    """A manifest without a feature keeps its cases from running, and no other; run nevertheless, they say so."""
     kernel = ToyKernel("toy-without-zero-points", features=frozenset(Feature) - {Feature.ZERO_POINT})
     poor = BackendSubject(kernel)
     for case in linear_cases(["int4"]):

@@ -1,4 +1,4 @@
-"""The GPU plugins' own choices on a pretended CUDA device: what serves unasked (TC-16), and what the table asks."""
+"""The GPU plugins' own choices on a pretended CUDA device: what serves by default (TC-16), and what the table asks."""
 
 from __future__ import annotations
 

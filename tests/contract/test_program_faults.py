@@ -96,7 +96,7 @@ def test_deadly_programs_are_caught(fault: Fault, install: Callable[..., None]) 
 
 
 def test_a_backend_s_programs_are_judged_by_their_own_profile() -> None:
-    """Unasked, a backend is judged by its products; programs must be asked for."""
+    """By default a backend is judged by its products; programs must be asked for."""
     assert find_target("cpu-native").profile == "kernel"
     assert find_target("cpu-native", profile="program").profile == "program"
     assert q4.default_registry().backends()["cpu-native"].capabilities.ops >= {"program"}

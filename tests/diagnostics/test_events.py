@@ -131,7 +131,7 @@ def test_memory_events_carry_values_of_their_own_types(caplog: pytest.LogCapture
 
 
 def test_events_after_the_making_name_the_session(caplog: pytest.LogCaptureFixture) -> None:
-    """An activation's q4.memory event and what a layer sends when it is prepared anew name its session."""
+    """An activation's q4.memory event and what a layer sends when it is prepared again name its session."""
     config = q4.SessionConfig(unified_memory="prefer_unified")
     layer = q4.Session(config, name="mine", registry=registry()).linear(
         q4.quantize(torch.ones(8, 64), "nf4", name="up")

@@ -81,7 +81,7 @@ def test_refuses_a_prepared_layer_that_does_not_fit() -> None:
 
 
 def test_meta_bias_waits() -> None:
-    """A bias on the meta device stays as it is, for whoever loads it."""
+    """A bias on the meta device stays as it is, for the code that loads it."""
     layer = q4.Q4Linear.empty(6, 64, torch.empty(6, device="meta")).adopt(_weight())
     assert layer.bias is not None
     assert layer.bias.is_meta

@@ -1,4 +1,4 @@
-"""Errors of states read as one plain sentence, and a way out."""
+"""Errors of states read as one plain sentence, and a hint."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ torch.kept = q4.Q4Linear(q4.quantize(torch.ones(4, 64), "nf4"))  # taken away la
 
 
 def test_a_layer_that_outlives_its_module_prints_nothing() -> None:
-    """What is left of a program at its exit lets layers go without a word, as nobody could catch the error."""
+    """What is left of a program at its exit lets layers go silently, since no caller could catch the error."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=scaled(60), check=False
     )

@@ -155,7 +155,7 @@ def test_an_export_that_makes_a_damaged_weight_is_the_backends_fault() -> None:
     "use", [lambda layer: layer.packed_weight(), lambda layer: layer.rows(torch.zeros(1, dtype=torch.int64))]
 )
 def test_a_layer_that_is_being_closed_is_closed(use: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever uses it in another thread, wherever ``close`` is by then, gets the error of a closed layer."""
+    """Use in another thread, at any point of ``close``, raises the error of a closed layer."""
     layer = q4.Session(registry=registry()).linear(_weight())
     told: list[str] = []
 
@@ -274,7 +274,7 @@ def test_input_memory_is_recorded() -> None:
 
 
 def test_diagnostics_off_sends_no_events() -> None:
-    """SessionConfig(diagnostics=False) sends no event for its layers; the record is complete all the same."""
+    """SessionConfig(diagnostics=False) sends no event for its layers; the record is complete nevertheless."""
     heard: list[str] = []
 
     def q4_event(event: str, fields: dict[str, Any]) -> None:

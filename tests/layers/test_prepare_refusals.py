@@ -140,7 +140,7 @@ def test_a_refusal_without_reasons_is_a_plugin_error(junk: Any) -> None:
 
 
 def test_a_refusal_is_reported_as_an_event() -> None:
-    """q4.prepare says who refused and why, and speaks of no error."""
+    """q4.prepare says which backend refused and why, and mentions no error."""
     with heard("q4.prepare") as events:
         q4.Session(registry=registry(Refusing())).linear(_weight(), name="proj")
     (told,) = (fields for fields in events if fields["backend"] == "refusing")

@@ -54,7 +54,7 @@ NUMBERS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.parametrize("case", NUMBERS)
 def test_numbers_are_a_typed_error(case: str, weight: Any) -> None:
-    """What wants a dense weight names the layer, the function, the rule and the way out."""
+    """What wants a dense weight names the layer, the function, the rule and a hint."""
     read, name = NUMBERS[case]
     with pytest.raises(q4.PackedWeightError, match=r"'blocks\.3\.mixer': weight must be a dense tensor for") as caught:
         read(weight)

@@ -154,7 +154,7 @@ def test_a_plugin_brings_the_placer() -> None:
 
 
 def test_no_plugin_is_loaded_where_nothing_is_placed() -> None:
-    """Under DISABLED, and where Q4_DISABLE_UM turns promotion off, nobody looks for plugins."""
+    """Under DISABLED, and where Q4_DISABLE_UM turns promotion off, no plugins are loaded."""
     registry = q4.Registry([])
     for policy, environment in ((DISABLED, {}), (PREFER, OFF), (REQUIRE, OFF)):
         assert type(registry.placer(policy, device="cpu", environment=environment)) is memory.MemoryPlacer

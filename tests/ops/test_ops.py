@@ -88,7 +88,7 @@ def test_a_plan_name_depends_on_its_facts_only() -> None:
 
 
 def test_an_unknown_plan_is_a_typed_error() -> None:
-    """A plan that this process never made is refused with the way out."""
+    """A plan that this process never made is refused with a hint."""
     with pytest.raises(q4.LifecycleError, match=r"[Pp]repare"):
         torch.ops.q4core.linear(torch.zeros(1, K), _layer()._own_buffers(), None, "nobody/0000")
 
@@ -128,7 +128,7 @@ def _is_refused(name: str, op: Any, *arguments: Any) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("fault", BAD_X)
 def test_the_op_refuses_an_x_that_does_not_fit(fault: str, grad: bool) -> None:
-    """A kernel reads as many bytes as the plan says, so that x must have them, whoever calls the op."""
+    """A kernel reads as many bytes as the plan says, so that x must have them, for any caller of the op."""
     layer, x = _layer(), BAD_X[fault].clone()
     if grad and x.is_floating_point():
         x.requires_grad_()

@@ -93,7 +93,7 @@ def _serve() -> None:
     cases = [case for case in cases_of(subject, request["format"]) if case.id in wanted]
     subject.load()
     _tell("ready")
-    with torch.compiler.set_stance("force_eager"):  # helpers that would be compiled anew for each shape: the same bits
+    with torch.compiler.set_stance("force_eager"):  # helpers that would be compiled again for each shape: the same bits
         check_linear(
             subject.function,
             request["format"],

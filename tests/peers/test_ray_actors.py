@@ -266,7 +266,7 @@ def test_many_waits(system: ActorSystem) -> None:
 
 
 def test_lost_node(cluster: Any) -> None:
-    """An actor whose node is lost, and that may run nowhere else, is dead for whoever asks; its system goes on."""
+    """An actor whose node is lost, and that may run nowhere else, is dead for all calls; its system goes on."""
     node = cluster.add_node(num_cpus=1, resources={"lost": 1}, object_store_memory=100_000_000)
     with System("ray", restarts=0, ray_options={"resources": {"lost": 0.1}}) as system:
         state = system.mutable(torch.zeros(3), name="state")

@@ -241,7 +241,7 @@ def test_pooling_that_is_not_served(tmp_path: Path) -> None:
     ],
 )
 def test_bad_folders(name: str, text: str | None, rule: str, tmp_path: Path) -> None:
-    """A file that is missing or malformed, or a kind of model that is not served, is named with the way out."""
+    """A file that is missing or malformed, or a kind of model that is not served, is named with a hint."""
     save(tmp_path)
     (tmp_path / name).unlink()
     if text is not None:

@@ -278,7 +278,7 @@ def test_an_observer_that_raises_is_reported_once() -> None:
 
 
 def test_a_forgotten_registry_hears_nothing() -> None:
-    """Once nobody holds a registry, its observers are gone."""
+    """Once a registry is no longer referenced, its observers are gone."""
     heard: list[str] = []
 
     def q4_event(event: str, fields: dict[str, Any]) -> None:

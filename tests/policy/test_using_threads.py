@@ -54,7 +54,7 @@ def test_using_reaches_threads_that_run_in_its_context(start: Callable[[Callable
 
 
 def test_a_block_in_a_thread_goes_over_what_it_inherited() -> None:
-    """Inside a thread a block of its own wins field by field, ends where it ends, and reaches nobody else."""
+    """Inside a thread a block of its own wins field by field, ends where it ends, and affects no other thread."""
 
     def work() -> tuple[object, ...]:
         with q4.using(q4.SessionConfig(device="cpu")):

@@ -55,7 +55,7 @@ OUT_OF_ROOM = frozenset(
         ("plugins/quantize/tests/test_native_quantizers.py", "q4core.selection.probe_results"),
     }
 )
-"""Test → private module of another room that it imports all the same."""
+"""Test → private module of another room that it imports nevertheless."""
 
 
 def _packages() -> dict[str, Path]:

@@ -82,7 +82,7 @@ def test_few_samples_are_compared_with_those_of_their_rounds() -> None:
 
 
 def test_formats_are_compared_with_their_equals() -> None:
-    """Eight bits stand against eight, and sparse scales against four bits with as many, whoever is faster."""
+    """Eight bits are compared with eight, and sparse scales against four bits with as many, whichever is faster."""
     stage = stage_of(
         1,
         2,

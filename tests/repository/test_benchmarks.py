@@ -198,7 +198,7 @@ def test_pictures_are_drawn_from_the_result(tmp_path: Path) -> None:
 def test_a_measured_run_writes_its_file_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``python -m benchmarks cpu`` ends with a file, its pictures and the verdicts, measured anew or read again."""
+    """``python -m benchmarks cpu`` ends with a file, its pictures and the verdicts, measured again or read again."""
     stages = [decode_stage(), prefill_stage(4), prefill_stage(64)]
     monkeypatch.setattr(plan, "measure", lambda *_: stages)
     monkeypatch.setattr(peers, "facts", dict)

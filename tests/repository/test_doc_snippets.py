@@ -16,7 +16,7 @@ SNIPPETS = {
     for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
     for number, snippet in enumerate(PROGRAM.findall(page.read_text(encoding="utf-8")), 1)
 }
-"""Page and number → a program that imports torch itself: nobody can see that it needs what an earlier one made."""
+"""Page and number → a program that imports torch itself: it does not show that it needs what an earlier one made."""
 
 
 def undefined(program: str) -> set[str]:

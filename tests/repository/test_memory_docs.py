@@ -31,7 +31,7 @@ def test_there_are_snippets() -> None:
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: re.findall(r"\w+\.?\w*\(", snippet)[0].rstrip("("))
 def test_snippet_runs(snippet: str, tmp_path: Path) -> None:
-    """Each runs unchanged, and without any device; from a file of its own where processes import it anew."""
+    """Each runs unchanged, and without any device; from a file of its own where processes import it again."""
     file = tmp_path / "snippet.py"
     file.write_text(snippet, encoding="utf-8")
     if "multiprocessing" not in snippet:

@@ -176,7 +176,7 @@ def test_pair_means_e2m1_times_scale(dtype: torch.dtype, head: str) -> None:
     ids=lambda value: value[0] if isinstance(value, tuple) else next(iter(value)),
 )
 def test_pair_of_wrong_parts_is_refused(change: dict[str, torch.Tensor | None], problem: tuple[str, str]) -> None:
-    """A missing scale is never 1.0; wrong dtypes and shapes and a global scale that nobody knows are named."""
+    """A missing scale is never 1.0; wrong dtypes and shapes and an unknown global scale are named."""
     changed = {name: tensor for name, tensor in {**_pair(), **change}.items() if tensor is not None}
     assert problem in _problems(changed)
 

@@ -239,7 +239,7 @@ def test_order_of_dialects_does_not_matter() -> None:
 
 
 def test_what_is_known_but_not_read_is_neither_layer_nor_dense() -> None:
-    """A recognised layer that nobody reads is listed as unsupported, with its reason; the others are read."""
+    """A recognised layer that no dialect reads is listed as unsupported, with its reason; the others are read."""
     schema = detect_or_fail({**TWIN, **_pair("b")}, dialects=[*SIMPLE_DIALECTS, Twin("one", unsupported=True)])
     assert _facts(schema.unsupported) == [("unsupported", "proj")]
     assert list(schema.layers) == ["b"]
@@ -347,7 +347,7 @@ def test_an_open_question_stays_open() -> None:
 
 
 def test_sparse_tensors_are_a_problem_where_a_layer_needs_them() -> None:
-    """A side tensor that is sparse can't be read, and is reported; a sparse tensor of no layer is nobody's problem."""
+    """A side tensor that is sparse can't be read, and is reported; a sparse tensor of no layer is no problem."""
     tensors = {**_trio(), "proj.absmax": torch.ones(12).to_sparse(), "other.weight": torch.eye(3).to_sparse()}
     with pytest.raises(q4.SchemaError) as caught:
         detect_or_fail(tensors)

@@ -53,7 +53,7 @@ def test_known_packings_are_named(name: str, owner: str) -> None:
 
 
 def test_next_to_layers_that_are_read(tmp_path: Path) -> None:
-    """Others are read; the layer of nobody is listed, is not in the checkpoint, and asking for it is an error."""
+    """Others are read; the unexplained layer is listed, is not in the checkpoint, and asking for it is an error."""
     path = add_tensors(tmp_path / "model.safetensors", layers(UNREAD["of nobody"], "a"))
     with q4.open(path) as checkpoint:
         assert list(checkpoint) == ["proj"]

@@ -131,7 +131,7 @@ def test_dequant_matmul_only_takes_the_reference_though_a_kernel_is_there() -> N
 
 
 def test_unknown_override_lists_the_names_and_the_closest() -> None:
-    """An override that nobody has is an error of its own."""
+    """An override that no backend has is an error of its own."""
     with pytest.raises(q4.UnknownBackendError) as caught:
         _select(FakeBackend("cpu-native"), override="cpu-nativ")
     assert caught.value.available == ("cpu-native",)

@@ -103,7 +103,7 @@ def test_a_plugin_brings_a_rule_of_its_own() -> None:
 
 
 def test_two_quantisers_of_one_rule_are_refused() -> None:
-    """Which of the two would write is nobody's choice but the user's."""
+    """The user alone decides which of the two writes."""
     with pytest.raises(q4.PluginError, match="constant, reference"):
         q4.quantize(torch.randn(4, 64), "nf4", registry=_registry(Constant(rule="absmax")))
 

@@ -89,14 +89,14 @@ def test_linear_caches_by_weight_and_weakly() -> None:
 
 
 def test_linear_refuses_what_is_no_weight() -> None:
-    """A dense tensor where a packed weight belongs is a typed error with the way out."""
+    """A dense tensor where a packed weight belongs is a typed error with a hint."""
     with pytest.raises(q4.InputError, match="PackedWeight"):
         q4.Session(registry=registry()).linear(torch.zeros(3, 3))  # type: ignore[arg-type]  # on purpose
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64])
 def test_linear_names_an_x_of_another_dtype(dtype: torch.dtype) -> None:
-    """``q4.linear`` of integers or doubles is an error of x, with the way out, and prepares nothing."""
+    """``q4.linear`` of integers or doubles is an error of x, with a hint, and prepares nothing."""
     with pytest.raises(q4.InputError, match=r"x must be of torch.*Use x\.to\(torch\.float32\)") as caught:
         q4.linear(torch.ones(2, K).to(dtype), _weight())
     assert (caught.value.name, caught.value.value) == ("x", dtype)

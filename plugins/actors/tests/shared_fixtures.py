@@ -39,7 +39,7 @@ def other(state: SharedMutableTensor) -> Iterator[SharedMutableTensor]:
 
 @pytest.fixture(params=[True, False], ids=["kept", "collected"])
 def keeps(request: pytest.FixtureRequest) -> bool:
-    """Whether somebody still holds the block that its thread did not leave."""
+    """Whether the block that its thread did not leave is still referenced."""
     return bool(request.param)
 
 

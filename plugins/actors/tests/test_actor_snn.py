@@ -1,4 +1,4 @@
-"""``examples/actor_snn.py``: a network of actors computes the same whoever they are, late or killed."""
+"""``examples/actor_snn.py``: any number of actors computes the same, also when some are late or killed."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_failing_start(system: ActorSystem, tmp_path: Path) -> None:
 
 
 def test_restart_loop(system: ActorSystem) -> None:
-    """An actor that fails too often is dead: whoever waits or comes later gets an error that names it."""
+    """An actor that fails too often is dead: waiting and later calls raise an error that names it."""
     ref = system.spawn(Echo, name="doomed")
     other = system.spawn(Echo)
     with contextlib.suppress(ActorDeadError):
@@ -245,7 +245,7 @@ def test_checkpoint_errors(system: ActorSystem, runtime: str, tmp_path: Path) ->
 
 
 def test_checkpoint_of_a_moving_state(system: ActorSystem, tmp_path: Path) -> None:
-    """A checkpoint while somebody updates two tensors in turn holds versions that were there at one instant."""
+    """A checkpoint while a thread updates two tensors in turn holds versions that were there at one instant."""
     a, b = (system.mutable(torch.zeros(1), name=name) for name in "ab")
     ends = threading.Event()
 

@@ -95,7 +95,7 @@ def test_snapshot_is_an_own_copy(mode: MutableMode) -> None:
 
 
 def test_replace_copies_once(mode: MutableMode) -> None:
-    """What replaces the content is copied once, and shared with nobody."""
+    """What replaces the content is copied once, and not shared."""
     state = MutableTensor(torch.zeros(4), mode=mode)
     new = torch.ones(4)
     state.replace(new)

@@ -54,7 +54,7 @@ USES: dict[str, Callable[[MutableTensor], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_in_place_writer_that_ended_poisons(use: str, keeps: bool) -> None:
-    """Whoever comes next, by whatever call and without a timeout, gets PoisonedError that says why; reset() heals."""
+    """The next call, of any kind and without a timeout, raises PoisonedError with the cause; reset() repairs."""
     state = _in_place(keeps=keeps)
     error = Call(lambda: USES[use](state)).error()
     assert isinstance(error, q4.PoisonedError)
@@ -105,7 +105,7 @@ def test_waiting_blocks_get_an_error_when_the_writer_ends(
 
 
 def test_waiting_for_a_version_gets_the_error(keeps: bool) -> None:
-    """Also if nobody else waits who could notice."""
+    """Also if no other thread waits that could notice."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     writer = Abandoned(state.write(), keeps=keeps)
     waiting = Call(lambda: state.wait(1))
@@ -121,7 +121,7 @@ def test_versioned_writer_that_ended_changes_nothing(
     options: dict[str, Any],
     keeps: bool,
 ) -> None:
-    """The version before stays, nothing is poisoned, and the next writer is let in as if nobody had been there."""
+    """The version before stays, nothing is poisoned, and the next writer is let in as if there had been none."""
     state = MutableTensor(torch.zeros(4))
     writer = Abandoned(state.write(), keeps=keeps, use=lambda tensor: tensor.fill_(7.0))
     writer.end()
@@ -250,7 +250,7 @@ def test_new_thread_is_not_taken_for_one_that_ended(
 
 
 def test_updates_are_whole_though_every_third_writer_ends(mode: MutableMode) -> None:
-    """Racing threads, many of which end inside their block: no update is lost, none is half there, nobody hangs."""
+    """Racing threads, many of which end inside their block: no update is lost, none is half there, nothing hangs."""
     state = MutableTensor(torch.zeros(64), mode=mode)
     counted = threading.Lock()
     done = 0

@@ -71,7 +71,7 @@ def test_view_ends_with_its_block(mode: MutableMode) -> None:
     ],
 )
 def test_change_by_a_reader_is_found_out(mode: MutableMode, change: Callable[[torch.Tensor], object]) -> None:
-    """A reader that changes what it reads gets PoisonedError with the rule, and so does everybody until reset."""
+    """A reader that changes what it reads gets PoisonedError with the rule, and so do all others until reset."""
     state = MutableTensor(torch.ones(4), mode=mode, name="membrane")
     with pytest.raises(q4.PoisonedError) as caught, state.read() as view:
         change(view.tensor)
@@ -113,7 +113,7 @@ def test_waiting_writer_gets_the_poison_error_at_once(threads: concurrent.future
 
 
 def test_update_under_way_does_not_heal(threads: concurrent.futures.ThreadPoolExecutor) -> None:
-    """A version that a reader changed stays known as changed until reset, whoever writes meanwhile."""
+    """A version that a reader changed stays known as changed until reset, also if others write meanwhile."""
     state = MutableTensor(torch.zeros(4))
 
     def change() -> None:
@@ -150,7 +150,7 @@ def test_change_by_a_writer_after_its_block_is_detected(mode: MutableMode, use: 
 
 
 def test_change_while_an_update_is_copied_is_found_out() -> None:
-    """An update that was begun from a version that somebody changes is not published."""
+    """An update that was begun from a version that is changed meanwhile is not published."""
     state = MutableTensor(torch.zeros(4))
     stray = state._protocol.tensor.detach()
 
@@ -341,7 +341,7 @@ def test_blocks_on_other_streams_follow_the_update(
 def test_device_that_fails_fails_the_update(
     on_device: tuple[MutableTensor, PretendedStreams], mode: MutableMode
 ) -> None:
-    """If nobody can wait for an update, it is dropped, or the tensor poisoned; the next update waits for the device."""
+    """If an update can't be awaited, it is dropped, or the tensor poisoned; the next update waits for the device."""
     state, streams = on_device
     streams.error = RuntimeError("boom")
     with failing_block(), state.write() as tensor:

@@ -1,4 +1,4 @@
-"""What must not be done to a ``MutableTensor``, or can't, and is done all the same: typed errors, intact contents."""
+"""Misuse of a ``MutableTensor``: typed errors, intact contents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_child(use: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("size", [0, 4, 1 << 20], ids=["emptied", "cut", "grown"])
 def test_an_update_that_resizes_its_storage_has_failed(mode: MutableMode, size: int) -> None:
-    """Shape and strides stay, but the memory behind them does not: whoever read it would end the process."""
+    """Shape and strides stay, but the memory behind them does not: a read would end the process."""
     state = MutableTensor(torch.ones(4), mode=mode)
     with pytest.raises(q4.InputError, match="address must be left as it is"), state.write() as tensor:
         tensor.untyped_storage().resize_(size)
@@ -67,7 +67,7 @@ def _cut(storage: torch.UntypedStorage, size: int) -> None:
 
 
 def test_an_update_whose_storage_comes_back_to_its_address_has_failed(mode: MutableMode) -> None:
-    """A storage that was resized twice may lie where it lay, and be too short all the same."""
+    """A storage that was resized twice may lie where it lay, and be too short nevertheless."""
     state = MutableTensor(torch.ones(1000), mode=mode)
     with pytest.raises(q4.InputError, match=r"(address|bytes) must be left as it is"), state.write() as tensor:
         _cut(tensor.untyped_storage(), 3000)
@@ -87,7 +87,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_forked_child_may_not_use_it(mode: MutableMode, use: str) -> None:
-    """Its memory is a copy, so what it wrote there, the parent would never see; a lock may be held there for ever."""
+    """Its memory is a copy, so what it wrote there, the parent would never see; a lock may be held there forever."""
     state = MutableTensor(torch.zeros(4), mode=mode, name="membrane")
     held, done = threading.Event(), threading.Event()
 

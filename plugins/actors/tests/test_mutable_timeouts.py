@@ -48,7 +48,7 @@ def test_what_a_tensor_is_is_named(kind: Any, tensor: torch.Tensor, value: str) 
 
 
 def test_a_closed_shared_tensor_is_not_pickled() -> None:
-    """A handle that is closed is refused where it is pickled, and not by whoever unpickles it."""
+    """A handle that is closed is refused where it is pickled, and not on unpickling."""
     state = SharedMutableTensor(torch.zeros(4), name="membrane")
     assert pickle.dumps(state)
     other = SharedMutableTensor.attach(state.segment)

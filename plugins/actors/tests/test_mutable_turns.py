@@ -141,7 +141,7 @@ def test_writers_do_not_starve_a_reader(threads: concurrent.futures.ThreadPoolEx
 def test_readers_go_on_when_the_writer_they_waited_for_gives_up(
     threads: concurrent.futures.ThreadPoolExecutor,
 ) -> None:
-    """A writer whose time runs out takes nobody's turn with it."""
+    """A writer whose time runs out takes no other turn with it."""
     state = MutableTensor(torch.zeros(4), mode=MutableMode.IN_PLACE)
     with Held(threads, state.read(timeout=scaled(LONG))):
         writer = threads.submit(state.replace, torch.ones(4), timeout=0.2)
@@ -268,7 +268,7 @@ def test_block_is_entered_once(mode: MutableMode) -> None:
 
 
 def test_block_may_end_in_another_thread(threads: concurrent.futures.ThreadPoolExecutor, mode: MutableMode) -> None:
-    """A generator that holds a block may be finished by whoever collects it; nothing stays held."""
+    """A generator that holds a block may be finished by the thread that collects it; nothing stays held."""
     state = MutableTensor(torch.zeros(4), mode=mode)
 
     def reader() -> Iterator[int]:

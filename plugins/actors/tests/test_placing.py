@@ -108,7 +108,7 @@ def test_required_of_processes() -> None:
 
 
 def test_preferred_falls_back() -> None:
-    """Where nobody has managed memory, a preferred policy leaves the tensor, and the decision says why."""
+    """Without a provider of managed memory, a preferred policy leaves the tensor, and the decision says why."""
     state = mutable(torch.zeros(4), unified_memory="prefer_unified", providers=[])
     assert state.placement is not None
     assert state.placement.action == "fallback"

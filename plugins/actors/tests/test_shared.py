@@ -124,7 +124,7 @@ def test_failed_update_is_reported_to_the_other_side(state: SharedMutableTensor,
 def test_change_outside_write_is_reported_to_the_other_side(
     state: SharedMutableTensor, other: SharedMutableTensor
 ) -> None:
-    """A reader that writes poisons the newest version for everybody, until reset."""
+    """A reader that writes poisons the newest version for all, until reset."""
     with pytest.raises(q4.PoisonedError), state.read() as view:
         view.tensor.fill_(7.0)
     for use in (other.snapshot, other.write().__enter__, lambda: other.wait(1, timeout=0)):
@@ -325,7 +325,7 @@ def test_damaged_segment_is_refused(
 
 
 def test_what_is_no_file_is_refused() -> None:
-    """A folder, a link and a pipe by that name are LifecycleErrors, and nobody waits."""
+    """A folder, a link and a pipe by that name are LifecycleErrors, and nothing waits."""
     path = FOLDER / f"q4core-{os.getpid():016x}"
     makers: list[Callable[[], object]] = [path.mkdir, lambda: path.symlink_to("/etc/passwd"), lambda: os.mkfifo(path)]
     for make in makers:
@@ -402,7 +402,7 @@ def test_a_handle_without_a_name_shows_its_segment(state: SharedMutableTensor) -
 
 
 def test_maker_ends_it_for_all(state: SharedMutableTensor, other: SharedMutableTensor) -> None:
-    """After the maker's close everybody's use is a LifecycleError; readers finish, an update under way is dropped."""
+    """After the maker's close every use is a LifecycleError; readers finish, an update under way is dropped."""
     with other.read() as view:
         state.close()
         assert view.tensor.tolist() == [1.0] * 4
@@ -458,7 +458,7 @@ def test_everything_is_given_back(mode: MutableMode, own_names: Callable[[], set
 
 
 def test_segment_of_a_killed_maker_is_removed(mode: MutableMode) -> None:
-    """The next tensor made removes it, once nobody uses it any more."""
+    """The next tensor made removes it, once it is no longer used."""
     ours, theirs = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads; the child uses none of them

@@ -1,4 +1,4 @@
-"""What atomics add: no system call where nobody waits, rows that die with their process, and who can't take part."""
+"""What atomics add: no system call where none waits, rows that end with their process, rejected processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from q4_actors import MutableMode
 
 AWAITED, TURN_AWAITED = 120, 121
-"""The words that say that somebody waits for a version, and for the turn to write."""
+"""The words that say that a process waits for a version, and for the turn to write."""
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_who_waits_is_woken(
 def test_who_waits_for_the_turn_is_woken(
     state: SharedMutableTensor, monkeypatch: pytest.MonkeyPatch, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
-    """By whoever leaves its block, well or not, not by the time after which it would look itself."""
+    """By the process that leaves its block, well or not, not by the time after which it would look itself."""
     with processes(state, 1) as (process,):
         monkeypatch.setattr(backoff.Backoff, "next", lambda _: 10 * scaled(LONG))
         for version, end in ((2, "leave"), (3, "fail")):
@@ -186,7 +186,7 @@ def test_killed_waiter_costs_one_call(state: SharedMutableTensor) -> None:
 def test_waker_that_is_killed_strands_nobody(
     state: SharedMutableTensor, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
-    """A version that was published without waking anybody is seen all the same."""
+    """A version that was published without a wake-up is seen nevertheless."""
     waiting = threads.submit(state.wait, 1)
     until(lambda: bool(state._protocol.segment.words[AWAITED]))
     time.sleep(0.05)
@@ -220,7 +220,7 @@ def test_both_halves_agree_on_the_rows() -> None:
 
 
 def test_nobody_asks_for_a_lock(mode: MutableMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads, snapshots and updates that have nobody to wait for take no lock of the system's."""
+    """Reads, snapshots and updates that wait for no other take no system lock."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("a lock was asked for")

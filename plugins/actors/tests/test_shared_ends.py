@@ -151,7 +151,7 @@ def test_thread_that_ends_is_evicted_at_once(kind: str, state: SharedMutableTens
 
 
 def test_closing_gives_the_memory_back(mode: MutableMode) -> None:
-    """Though somebody keeps the handle, nothing is mapped any more."""
+    """Though the handle is referenced, nothing is mapped any more."""
     state = SharedMutableTensor(torch.ones(1 << 16), mode=mode)
     name = state.segment
     state.close()

@@ -1,4 +1,4 @@
-"""``IN_PLACE`` by atomics: no system call where nobody waits, who waits is woken, and the dead keep nothing."""
+"""``IN_PLACE`` by atomics: no system call where none waits, waiters are woken, and ended processes hold nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BAR, BAR_AWAITED, MOVES_AWAITED = 80, 81, 89
-"""The words that say who keeps readers out, and that somebody waits for the end of that, or for a reader."""
+"""The words that say who keeps readers out, and that a process waits for the end of that, or for a reader."""
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_fork_without_pythons_hooks(state: SharedMutableTensor) -> None:
 
 
 def test_thread_that_ended_inside_its_read_keeps_no_other_process(state: SharedMutableTensor) -> None:
-    """Its place is given back as it ends, though the block is still held by somebody."""
+    """Its place is given back as it ends, though the block is still referenced."""
     block = state.read()
     ended = threading.Thread(target=block.__enter__)
     ended.start()

@@ -390,7 +390,7 @@ def test_killed_reader_holds_nothing(state: SharedMutableTensor, process: Proces
 
 
 def test_killed_while_it_waits(state: SharedMutableTensor, process: Process) -> None:
-    """A process that dies while it waits to write or to read keeps nobody out."""
+    """A process that dies while it waits to write or to read blocks no other."""
     kinds = ("read", "write") if state.mode is MutableMode.IN_PLACE else ("write",)
     with processes(state, len(kinds)) as waiting:
         process.do("enter", "write")

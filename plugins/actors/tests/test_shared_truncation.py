@@ -1,4 +1,4 @@
-"""A shared segment that somebody cuts short is a typed error for whoever comes afterwards, or waits."""
+"""A truncated shared segment is a typed error for later and for waiting calls."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_rests_after_a_stall(pipe: tuple[int, int], yields: Yields, monkeypatch:
 
 
 def test_one_core(pipe: tuple[int, int], yields: Yields, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one core nobody spins: who is to answer needs it."""
+    """On one core no wait spins: the answering process needs it."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     watch = Watch(pipe[0])
     receive(watch, pipe)

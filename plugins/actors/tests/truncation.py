@@ -1,4 +1,4 @@
-"""What becomes of a process whose shared segment somebody cuts short, use by use."""
+"""The fate of a process whose shared segment is truncated, use by use."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_words_are_exact_where_they_can_be() -> None:
 
 
 def test_the_default_is_int16(backend: CpuNative) -> None:
-    """Unasked, and with few and many rows alike, activations are rounded to int16, for gradients not at all."""
+    """By default, and with few and many rows alike, activations are rounded to int16, for gradients not at all."""
     for format_ in sorted(q4.BUILTIN_FORMATS):
         weight = random_weight(format_)
         segments = layer_on(backend, weight, "auto").diagnostics().segments

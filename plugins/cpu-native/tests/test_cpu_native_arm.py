@@ -35,7 +35,7 @@ def _answer(*command: str) -> str:
     ],
 )
 def test_a_processor_is_asked_what_it_has(processor: str, here: list[str], absent: list[str]) -> None:
-    """Each has its own instruction sets, says which it has not, and runs none of them unasked."""
+    """Each has its own instruction sets, says which it has not, and runs none of them by default."""
     done = _run(processor, "isas")
     assert done.stdout.split() == here
     assert done.stderr.splitlines() == [*(f"{name}: not on this machine" for name in absent), "unasked: none"]

@@ -100,7 +100,7 @@ def test_random_cases_under_sanitizers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", ADDRESS, THREAD])
 def test_arguments_that_make_no_sense_are_refused(kind: str) -> None:
-    """Every such argument gives -1, want of memory -2, and nothing is written."""
+    """Every such argument gives -1, lack of memory -2, and nothing is written."""
     assert "bad: passed" in _passes(kind, "bad")
 
 
@@ -117,7 +117,7 @@ def test_calls_step_aside_for_other_processes() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", ADDRESS])  # a thread sanitizer allows no new threads after a fork
 def test_children_compute(kind: str) -> None:
-    """Children forked before, after and in the midst of threaded calls compute, and end."""
+    """Children forked before, after and during threaded calls compute, and end."""
     assert "fork: passed" in _passes(kind, "fork")
 
 

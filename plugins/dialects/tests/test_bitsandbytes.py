@@ -128,7 +128,7 @@ def test_missing_tensor_is_named(nested: bool) -> None:
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
 def test_wrong_part_is_named(key: str, tensor: torch.Tensor, code: str) -> None:
-    """A wrong dtype or shape, a second level that nobody announced, and an unknown scale are each named."""
+    """A wrong dtype or shape, an undeclared second level, and an unknown scale are each named."""
     found = _problems({**_layer(), key: tensor})
     assert (code, key) in found or (code == "unknown_key" and any(item[0] == code for item in found))
 

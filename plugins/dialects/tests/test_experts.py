@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("name", ["experts.w1", "proj.weight"])
 def test_convert_leaves_the_old_entry_of_experts_behind(name: str, tmp_path: Path) -> None:
-    """``q4 convert`` writes no header entry that speaks of the tensors which the experts came from."""
+    """``q4 convert`` writes no header entry that mentions the tensors which the experts came from."""
     tensors, metadata, values = torchao_experts(TORCHAO[1], name=name)
     path = stored(tmp_path / "x.safetensors", tensors, {**metadata, "author": "me"})
     out = tmp_path / "y.safetensors"

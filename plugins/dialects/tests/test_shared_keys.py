@@ -56,7 +56,7 @@ def _problems(tensors: dict[str, torch.Tensor], **arguments: Any) -> set[tuple[s
 
 
 def test_whole_tiles_without_a_word_are_ambiguous() -> None:
-    """Where even the shapes coincide, nothing is guessed: both names, and the way out, stand in the error."""
+    """Where even the shapes coincide, nothing is guessed: both names and a hint are in the error."""
     tensors, _ = _layer(*WHOLE)
     with pytest.raises(q4.SchemaError) as caught:
         q4.detect_or_fail(tensors)

@@ -80,7 +80,7 @@ def test_array_decodes_on_demand(small_gguf: Path) -> None:
 
 
 def test_unknown_tensor_type_is_listed() -> None:
-    """A type number that nobody knows is no error of the header: its tensor is listed without a size."""
+    """An unknown type number is no error of the header: its tensor is listed without a size."""
     entry = read_header(header(tensors=(tensor(kind=99),)), "f").tensors["t"]
     assert (entry.type, entry.nbytes, entry.type_name) == (None, None, "type 99")
 

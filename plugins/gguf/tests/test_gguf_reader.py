@@ -149,7 +149,7 @@ def test_refused_shapes() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mappings can be listed on Linux only")
 def test_copy_reads_the_same_and_maps_nothing(small_gguf: Path, tmp_path: Path) -> None:
-    """``copy=True`` gives the numbers of the mapped file, without a mapping: cutting the file short harms nobody."""
+    """``copy=True`` gives the numbers of the mapped file, without a mapping: cutting the file short harms no reader."""
     path = tmp_path / "x.gguf"
     path.write_bytes(small_gguf.read_bytes())
     with q4.open(small_gguf) as mapped, q4.open(path, copy=True) as copied:

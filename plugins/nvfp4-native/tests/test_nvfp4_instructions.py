@@ -112,7 +112,7 @@ def test_the_quantiser_of_activations_compiles_elsewhere(name: str, arch: int, c
 
 
 def test_stored_code_is_read_back_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the cache keeps is used again; a file that was cut or changed is compiled anew."""
+    """What the cache keeps is used again; a file that was cut or changed is compiled again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = compile_kernels("nvfp4", 100)
     (file,) = (tmp_path / "q4core" / "nvfp4-native").iterdir()

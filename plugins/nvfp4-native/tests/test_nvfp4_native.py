@@ -85,7 +85,7 @@ def test_hardware_that_does_not_fit_is_the_reason(facts: Facts, code: ReasonCode
 
 
 def test_triton_is_not_needed_for_our_kernels() -> None:
-    """Without Triton, or with an old one, NVRTC's kernels are offered all the same."""
+    """Without Triton, or with an old one, NVRTC's kernels are offered nevertheless."""
     for triton in (None, "2.1.0"):
         verdict = Nvfp4Native(_facts(triton=triton, has_compiler=False), emulated_tools()).check(_request())
         assert [path.name for path in verdict.paths] == ["native-fp4-m16", "native-fp4-m64", "native-fp4-m128"]
@@ -157,7 +157,7 @@ def test_unusable_paths_are_in_the_state_with_the_usable_ones() -> None:
 
 @pytest.mark.parametrize("precision", [ActivationPrecision.AUTO, ActivationPrecision.EXACT])
 def test_the_weight_only_paths_say_why_there_are_no_fp4_ones(precision: ActivationPrecision) -> None:
-    """Nobody has to ask for FP4 to learn why a device without such tensor cores, or without NVRTC, has no path."""
+    """Also without a request for FP4 the state says why a device without such cores, or without NVRTC, has no path."""
     state = Nvfp4Native(_facts(90), emulated_tools()).check(_request(precision=precision)).native_state
     assert "no FP4 paths: arch: the device is sm_90" in state
     without = Nvfp4Native(_facts(), emulated_tools(driver=False)).check(_request(precision=precision))

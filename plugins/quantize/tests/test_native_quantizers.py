@@ -164,7 +164,7 @@ def test_a_wrong_quantiser_is_reported_by_its_first_wrong_code(manner: str, roun
 
 
 def test_a_quantiser_that_rounds_randomly_is_reported_as_such() -> None:
-    """Where no quantiser rounds by chance, the error speaks of the rounding, and of no backend that would not help."""
+    """Where no quantiser rounds stochastically, the error names the rounding, and no backend that would not help."""
     with pytest.raises(q4.BackendUnavailableError) as caught:
         _quantize(registry())
     error = caught.value
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_a_typed_error(wishes: dict[str, Any], error: type[
 
 
 def test_on_the_cpu_the_reference_rounds_to_nearest() -> None:
-    """Nobody is asked where the reference is at home, and its choices stay those of the codec."""
+    """No backend is asked where the reference is at home, and its choices stay those of the codec."""
     backend = Quantiser()
     got = _quantize(registry(backend), rounding="nearest", block_size=32, packing=q4.Packing.LOW_FIRST, name="own")
     wanted = quantize_reference(_dense(), "nf4", block_size=32, packing=q4.Packing.LOW_FIRST)

@@ -1,4 +1,4 @@
-"""What ``quantize`` refuses: each fault is named with its field, its rule, its value and a way out."""
+"""What ``quantize`` refuses: each fault is named with its field, its rule, its value and a hint."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_symmetric_is_for_integers() -> None:
 
 
 def test_unknown_formats() -> None:
-    """An unknown name lists the known ones and the closest; a format of somebody else's has no rule here."""
+    """An unknown name lists the known ones and the closest; a third party's format has no rule here."""
     with pytest.raises(q4.FormatError) as caught:
         q4.quantize(torch.ones(2, 64), "nvf4")
     assert caught.value.hint == "Did you mean 'nvfp4'?"

@@ -77,7 +77,7 @@ def test_tensor_that_its_shard_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_tensor_in_two_shards_needs_the_index(tmp_path: Path) -> None:
-    """A tensor that two shards hold is the one that the index names; without a word there it is an error."""
+    """A tensor that two shards hold is the one that the index names; if it names neither, that is an error."""
     one, two = torch.zeros(3), torch.ones(3)
     save(tmp_path / "1.safetensors", {"x": one, "p": torch.zeros(1)})
     save(tmp_path / "2.safetensors", {"x": two, "q": torch.zeros(1)})

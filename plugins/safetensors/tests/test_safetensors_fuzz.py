@@ -268,7 +268,7 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
 
 
 def _is_accounted_for(checkpoint: q4.Checkpoint, names: set[str]) -> bool:
-    """Return whether every tensor is a layer's or dense, but for those of layers that nobody reads."""
+    """Return whether every tensor is a layer's or dense, but for those of layers that no dialect reads."""
     used = {key for layer in checkpoint.schema.layers.values() for key in layer.keys.values()}
     left = names - used - set(checkpoint.dense)
     return not used & set(checkpoint.dense) and (not left or bool(checkpoint.schema.unsupported))

@@ -70,7 +70,7 @@ def _check_permissions(tmp_path: Path) -> None:
     found = run_child(AS_NOBODY, *names)
     del found["printed"]
     closed.chmod(0o700)
-    # Whoever may write into a folder may replace a file in it that he may not read.
+    # A user who may write into a folder may replace a file in it without read access.
     wrong = {what: told for what, told in found.items() if told != "CheckpointError: Permission denied"}
     assert set(wrong) <= {f"save {file}"}, wrong
 
@@ -112,7 +112,7 @@ def test_layer_larger_than_the_memory_is_a_checkpoint_error(copy: bool, tmp_path
 
 
 def test_copied_tensors_outlive_the_file(tmp_path: Path) -> None:
-    """``copy=True`` reads the same numbers, and no mapping of the file is there: cutting it short harms nobody."""
+    """``copy=True`` reads the same numbers, and no mapping of the file is there: cutting it short harms no reader."""
     path = save(tmp_path / "x.safetensors", tensors_of_two())
     mapped = q4.open(path)
     expected = {module: mapped[module].contiguous() for module in mapped}

@@ -80,7 +80,7 @@ def test_weights_are_views_of_the_mapped_file(tmp_path: Path) -> None:
 
 
 def test_writing_into_a_view_does_not_reach_the_file(tmp_path: Path) -> None:
-    """Views are private: whoever writes into one changes no file and no other view that is read later."""
+    """Views are private: writes into one change no file and no other view that is read later."""
     path = save(tmp_path / "x.safetensors", tensors_of_two())
     before = path.read_bytes()
     q4.open(path)["a"].qdata.zero_()
@@ -126,7 +126,7 @@ def test_every_dtype_of_the_format_is_read_as_the_package_reads_it(tmp_path: Pat
 
 
 def test_a_weight_that_is_alive_is_given_again(tmp_path: Path) -> None:
-    """The same layer asked for twice is the same object while somebody holds it, so that it is prepared once."""
+    """The same layer asked for twice is the same object while it is referenced, so that it is prepared once."""
     checkpoint = q4.open(save(tmp_path / "x.safetensors", tensors_of_two()))
     weight = checkpoint["a"]
     assert checkpoint["a"] is weight

@@ -145,7 +145,7 @@ def test_saving_again_replaces_the_old_checkpoint(first: int | None, second: int
 
 
 def test_saving_over_the_file_that_is_read(tmp_path: Path) -> None:
-    """A checkpoint may be saved over itself while it is open: the old file lives until nobody looks at it."""
+    """A checkpoint may be saved over itself while it is open: the old file lives until it is no longer used."""
     path = tmp_path / "x.safetensors"
     weights = packed()
     q4.save_checkpoint(path, weights, dialect="simple-nf4")

@@ -98,7 +98,7 @@ def test_prefetch_that_fails_is_no_error() -> None:
 
 @pytest.mark.parametrize("what", APPLY)
 def test_installed_providers_are_asked_by_default(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without ``providers`` those of the installed plugins serve; an empty list means nobody."""
+    """Without ``providers`` those of the installed plugins serve; an empty list means none."""
     fake = FakeProvider()
     mine = q4.Registry([("a", plugin(q4_memory_providers=lambda: [fake], q4_placers=q4_placers))])
     monkeypatch.setattr("q4core.plugins.registry._default", mine)
@@ -112,7 +112,7 @@ def test_installed_providers_are_asked_by_default(what: str, monkeypatch: pytest
 
 
 def test_no_plugin_is_loaded_where_nothing_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under DISABLED, and where Q4_DISABLE_UM turns promotion off, nobody looks for plugins."""
+    """Under DISABLED, and where Q4_DISABLE_UM turns promotion off, no plugins are loaded."""
     mine = q4.Registry([])
     monkeypatch.setattr("q4core.plugins.registry._default", mine)
     for apply in APPLY.values():

@@ -32,7 +32,7 @@ UNFIT: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("attributes", [CONCURRENT, GB10], ids=["discrete", "GB10"])
 @pytest.mark.parametrize("kind", UNFIT)
 def test_tensors_without_plain_contents_are_refused(kind: str, attributes: dict[str, int]) -> None:
-    """What has no strided contents is refused with its kind, is in nobody's managed memory, and is not mapped."""
+    """What has no strided contents is refused with its kind, is in no managed memory, and is not mapped."""
     provider, tensor = pretend(attributes).provider, UNFIT[kind]()
     for call in (
         lambda: provider.to_managed(tensor, device=CUDA, read_mostly=True, prefetch=True),

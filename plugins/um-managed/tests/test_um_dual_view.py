@@ -315,7 +315,7 @@ def test_a_side_that_fails_before_the_update_changes_nothing(call: str, device: 
 
 
 def test_a_fence_that_fails_after_the_update_poisons() -> None:
-    """If the device can't be awaited, nobody knows whether the update is whole."""
+    """If the device can't be awaited, it is unknown whether the update is whole."""
     case = pretend()
     state = _state(case)
     with pytest.raises(q4.UnifiedMemoryError), state.write(device="cuda"):

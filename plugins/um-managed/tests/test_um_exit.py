@@ -26,7 +26,7 @@ torch.kept = [  # taken away later: torch was imported before
 
 
 def test_what_outlives_its_module_prints_nothing() -> None:
-    """Events, mapped memory and leases go without a word at a program's exit, as nobody could catch the error."""
+    """Events, mapped memory and leases go silently at a program's exit, since no caller could catch the error."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=scaled(60), check=False
     )

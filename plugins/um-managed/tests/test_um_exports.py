@@ -108,7 +108,7 @@ def test_a_copy_is_made_by_the_library(build: Any) -> None:
 
 
 def test_a_block_of_the_library_goes_round_and_back(build: Any) -> None:
-    """It is handed out again for its very size, filled anew, and cudaFree takes it."""
+    """It is handed out again for its very size, filled again, and cudaFree takes it."""
     case = _pretend(build())
     first = case.provider.to_managed(torch.zeros(1000), device=CUDA, read_mostly=False, prefetch=False)
     address = first.data_ptr()

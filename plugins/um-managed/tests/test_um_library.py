@@ -137,7 +137,7 @@ def test_a_driver_that_is_new_enough_goes_on(
 
 
 def test_without_cupy_the_values_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy that is not installed is the reason, and the attributes are reported all the same."""
+    """CuPy that is not installed is the reason, and the attributes are reported nevertheless."""
     monkeypatch.setattr(library, "has_cupy", lambda: False)
     error = _refused(Library(CONCURRENT), CPU, monkeypatch)
     assert "CuPy is not installed" in str(error)

@@ -276,7 +276,7 @@ JETSON = CONCURRENT | {"integrated": 1, "concurrentManagedAccess": 0}
 
 
 def _pretend_large(case: Pretended) -> None:
-    """Hand out addresses of memory that nobody touches."""
+    """Hand out addresses of untouched memory."""
     addresses = iter(range(1 << 44, 1 << 45, 1 << 36))
 
     def allocate(size: int, kind: int) -> int:

@@ -120,7 +120,7 @@ def test_both_sides_in_one_thread_are_refused_at_once(taking_turns: tuple[Preten
 
 
 def test_reset_takes_its_turn(taking_turns: tuple[Pretended, MutableTensor]) -> None:
-    """A reset waits for the whole device, since nobody knows what the failed writer queued, and heals both sides."""
+    """A reset waits for the whole device, since the failed writer's queued work is unknown, and repairs both sides."""
     case, state = taking_turns
     with pytest.raises(RuntimeError, match="boom"), state.write(device="cuda"):  # noqa: PT012  # the block is the subject
         case.runtime.queue(50)
@@ -131,7 +131,7 @@ def test_reset_takes_its_turn(taking_turns: tuple[Pretended, MutableTensor]) -> 
 
 
 def test_a_side_whose_thread_has_ended_is_free(taking_turns: tuple[Pretended, MutableTensor]) -> None:
-    """A thread that ends inside a block of one side, whoever holds the block, does not keep the other side out."""
+    """A thread that ends inside a block of one side does not block the other side, even if its block is referenced."""
     _, state = taking_turns
     view = state.read(device="cpu")
     thread = threading.Thread(target=view.__enter__)

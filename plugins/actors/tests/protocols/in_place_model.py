@@ -199,7 +199,7 @@ class InPlaceModel(VersionedModel):
         yield self.go(self.begin(world, index), index, self.first_look())
 
     def first_look(self) -> str:
-        """Return with what a reader begins, and begins anew."""
+        """Return with what a reader begins, and restart."""
         return "bar first" if self.fault == "reader looks before its bit" else "bit"
 
     def reader_bit(self, world: World, index: int) -> Iterator[World]:
@@ -249,7 +249,7 @@ class InPlaceModel(VersionedModel):
     # -- who has the turn, and is it dead?
 
     def reader_kept_out(self, world: World, index: int) -> Iterator[World]:
-        """Begin anew once the bar is gone; meanwhile look who has the turn."""
+        """Restart once the bar is gone; meanwhile look who has the turn."""
         for seen, bar in self.get(world, index, BAR):
             if not bar:
                 yield self.go(seen, index, self.first_look())

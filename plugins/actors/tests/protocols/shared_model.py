@@ -232,7 +232,7 @@ class _Model:
                 yield f"{process.kind} {index}: killed at {process.step}", self.kill(world, index)
 
     def kill(self, world: World, index: int) -> World:
-        """End the process, and begin its work anew as another process would."""
+        """End the process, and restart its work as another process would."""
         process = world.processes[index]
         if world.values[0][-1] == process.version << 8 | WRITING and world.exclusive[1] == index:
             world = world._replace(dead=(*world.dead, process.version))

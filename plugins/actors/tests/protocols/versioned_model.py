@@ -4,8 +4,8 @@ Here no lock orders memory while all live. A store with release order leaves wha
 load with acquire order takes it over; a full fence exchanges what processes know, as the kernel's locks do; an atomic
 change of a location finds the newest value. Without these a load may give any older value: so stores are buffered.
 
-There are two slots, so that one reader of the older version keeps a writer waiting, and a dead one would for ever. Each
-process has a row, whose lock proves that it lives; who begins anew after a kill takes the row of the dead.
+There are two slots, so that one reader of the older version keeps a writer waiting, and a dead one would forever. Each
+process has a row, whose lock proves that it lives; who restarts after a kill takes the row of the dead.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class VersionedModel(Model):
         return world.values[token_at(index)][-1]
 
     def kill(self, world: World, index: int) -> World:
-        """End the process; whoever does its work anew must first have a row."""
+        """End the process; its successor must first have a row."""
         killed = super().kill(world, index)
         return self.go(killed, index, "enter")
 
@@ -148,7 +148,7 @@ class VersionedModel(Model):
     writer_enter = enter
 
     def reader_enter(self, world: World, index: int) -> Iterator[World]:
-        """Read anew, or never again."""
+        """Read again, or stop."""
         yield from self.enter(world, index)
         yield self.go(world, index, "done")
 
