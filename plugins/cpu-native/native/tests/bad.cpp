@@ -1,4 +1,4 @@
-// `bad`: arguments that make no sense are refused with -1, want of memory is told with -2, and nothing is written; a call
+// `bad`: arguments that make no sense are refused with -1, lack of memory is reported with -2, and nothing is written; a call
 // like the one before it wants none.
 #include <algorithm>
 #include <atomic>
@@ -215,7 +215,7 @@ int judge_memory(int32_t isa) {
         if (status != -2) ++failures, std::printf("bad: %s without memory returned %d\n", what, status);
     };
     check("pack", [&] { return e.pack(); });
-    std::thread([&] { check("linear", [&] { return e.linear(); }); }).join();  // on a thread that has kept nothing yet
+    std::thread([&] { check("linear", [&] { return e.linear(); }); }).join();  // on a thread that holds nothing yet
     for (const int32_t family : {Q4_EXACT, Q4_A8, Q4_A16})
         for (const int64_t x_rows : {1, 5, 80}) {
             std::vector<float> x(static_cast<size_t>(x_rows * kColumns), 1.0f), y(static_cast<size_t>(x_rows * kRows));

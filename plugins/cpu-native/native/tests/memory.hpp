@@ -65,7 +65,7 @@ class Memory {
         int64_t bytes;
     };
 
-    // The mapping of the n-th buffer of a case, kept from case to case because mapping is slow.
+    // The mapping of the n-th buffer of a case, reused from case to case because mapping is slow.
     const Slot& slot_for(int64_t bytes) {
         const size_t index = blocks_.size();
         const int64_t wanted = (bytes + kWatched + page_ - 1) / page_ * page_;

@@ -182,7 +182,7 @@ int judge_steps(int32_t isa) {
             q4_program* program;
             const int32_t status = make({e.step}, 2, isa, program);
             if (status != 0 || q4_cpu_program_run(program, 2) != 0) fail("a sound step", op, status);
-            // Numbers that are out of range are told by the step, before the steps ahead of it write.
+            // Numbers that are out of range are reported by the step, before the steps ahead of it write.
             for (const int64_t bad : {int64_t{-1}, int64_t{kCapacity} + (is_packed ? kWidth : 0), std::numeric_limits<int64_t>::max(),
                                       std::numeric_limits<int64_t>::min()}) {
                 if (e.index_input() < 0) break;

@@ -54,7 +54,7 @@ int threads(const Arguments& a) {
                 for (int i = 0; i < 30; ++i) wrong += !load.runs(1 + i % 3);
             });
         for (std::thread& caller : callers) caller.join();
-        // One program that several threads run: whoever comes while it runs is told so.
+        // One program that several threads run: calls that come while it runs report it.
         callers.clear();
         programs[0].reset();
         std::atomic<int> ran{0};
@@ -68,7 +68,7 @@ int threads(const Arguments& a) {
         for (std::thread& caller : callers) caller.join();
         wrong += ran == 0;
         failures += wrong;
-        // Threads end, and others come: what they kept for themselves goes with them.
+        // Threads end, and others come: what they held for themselves goes with them.
         for (int i = 0; i < 20; ++i) std::thread([&] { failures += !loads[0].runs(2); }).join();
     }
     return tell("threads", failures);
