@@ -75,7 +75,7 @@ from q4core.formats import (
 from q4core.layers.diagnosis import Diagnostics, Report
 from q4core.layers.linear import Q4Linear
 from q4core.layers.weight_info import WeightInfo
-from q4core.machine import MachineFacts, machine_facts
+from q4core.machine.facts import MachineFacts, machine_facts
 from q4core.memory import MemoryDecision, MemoryProvider
 from q4core.moved import getattr_of
 from q4core.plugins.discovery import PluginRecord

@@ -13,7 +13,7 @@ import torch
 
 from q4core.errors import InputError
 from q4core.formats import BUILTIN_FORMATS, FLOATS, BlockOrder, Form, Format, unpack_codes
-from q4core.machine import dispatch_modes, is_transformed
+from q4core.machine.torch_state import dispatch_modes, is_transformed
 from q4core.weight import PackedWeight
 from q4core.weight.invariants import check_permutation
 

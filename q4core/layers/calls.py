@@ -11,7 +11,7 @@ from q4core.diagnostics.events import bound
 from q4core.errors import InputError, LifecycleError
 from q4core.formats import FLOATS
 from q4core.layers.preparation import placer_for, record_placement
-from q4core.machine import is_forward_mode, is_transformed
+from q4core.machine.torch_state import is_forward_mode, is_transformed
 from q4core.ops.autograd import linear_function
 
 if TYPE_CHECKING:

@@ -15,13 +15,7 @@ import torch
 from torch.autograd import forward_ad, profiler
 
 from q4core.errors import PLUGIN_FAULTS
-from q4core.machine import (
-    casts,
-    dispatch_modes,
-    function_modes,
-    innermost_transform,
-    is_recorded,
-)
+from q4core.machine.torch_state import casts, dispatch_modes, function_modes, innermost_transform, is_recorded
 from q4core.selection.plan import raise_broken_call
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from q4core.layers.state import (
     written_to,
 )
 from q4core.layers.weight_info import WeightInfo
-from q4core.machine import is_recorded, outside_inference
+from q4core.machine.torch_state import is_recorded, outside_inference
 from q4core.memory import provider_of
 from q4core.ops.call_check import check_linear_call, refuse_bias
 from q4core.ops.prepared_weight import LayerWeight, PreparedWeight, forget_weight, register_weight

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from q4core.errors import InputError
-from q4core.machine import below_autograd, dispatch_modes, is_forward_mode, is_transformed
+from q4core.machine.torch_state import below_autograd, dispatch_modes, is_forward_mode, is_transformed
 from q4core.ops.registration import LIBRARY, run_op
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from q4core.errors import (
     UnknownBackendError,
 )
 from q4core.formats import BlockOrder, as_bytes
-from q4core.machine import outside_inference, require_outside_trace, without_casts
+from q4core.machine.torch_state import outside_inference, require_outside_trace, without_casts
 from q4core.ops.prepared_weight import PreparedWeight
 from q4core.plugins.registry import default_registry
 from q4core.policy import ActivationPrecision, SessionConfig, UnifiedMemoryPolicy

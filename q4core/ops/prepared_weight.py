@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core.machine import outside_inference
+from q4core.machine.torch_state import outside_inference
 
 if TYPE_CHECKING:
     from q4core.backend import Prepared

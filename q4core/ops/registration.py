@@ -16,7 +16,7 @@ import torch
 
 from q4core.codec import dequantize
 from q4core.errors import PLUGIN_FAULTS, InputError
-from q4core.machine import on_device, without_casts
+from q4core.machine.torch_state import on_device, without_casts
 from q4core.ops.call_check import check_buffers, check_linear_call, check_operand
 from q4core.ops.imports import find_plan
 from q4core.ops.prepared_weight import BY_TAG

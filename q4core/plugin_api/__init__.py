@@ -20,7 +20,7 @@ from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.diagnostics.events import emit, muted, parse_log, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name, counted
 from q4core.formats import FLOATS, cat_stored
-from q4core.machine import is_plain_call, on_device, outside_inference
+from q4core.machine.torch_state import is_plain_call, on_device, outside_inference
 from q4core.plugins.discovery import HOOKS, names_of_plugins, plugin_of_command
 from q4core.schema import MARKER as DIALECT_KEY
 from q4core.schema import find_dialect

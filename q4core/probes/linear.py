@@ -21,7 +21,7 @@ from q4core.codec import decode_rows
 from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.errors import PLUGIN_FAULTS, ConfigError
 from q4core.formats import same_bytes
-from q4core.machine import on_device
+from q4core.machine.torch_state import on_device
 from q4core.probes.comparison import describe_wrong, error_bound, probe_result, worst_ratio
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from q4core.diagnostics.errors_of_plugins import note_fault
 from q4core.diagnostics.events import emit
 from q4core.errors import PLUGIN_FAULTS, BackendError, PrepareError
 from q4core.formats import same_bytes
-from q4core.machine import on_device
+from q4core.machine.torch_state import on_device
 from q4core.probes.export import probe_export
 from q4core.probes.linear import probe_path
 from q4core.selection.plan import exported_weight

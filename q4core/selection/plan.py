@@ -22,7 +22,7 @@ from q4core.backend import Prepared
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import PLUGIN_FAULTS, BackendError, LifecycleError, Q4Error
 from q4core.formats import as_bytes
-from q4core.machine import on_device
+from q4core.machine.torch_state import on_device
 from q4core.weight import PackedWeight, WeightSpec
 
 if TYPE_CHECKING:

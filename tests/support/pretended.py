@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from q4core.codec import decode
 from q4core.layers import fast_path
-from q4core.machine import dispatch_modes
+from q4core.machine.torch_state import dispatch_modes
 from q4core.ops import registration
 
 if TYPE_CHECKING:
