@@ -81,7 +81,7 @@ from q4core.moved import getattr_of
 from q4core.plugins.discovery import PluginRecord
 from q4core.plugins.hooks import hookimpl
 from q4core.plugins.registry import Registry, default_registry, reset_registry
-from q4core.policy import (
+from q4core.policy.config import (
     ActivationPrecision,
     ComputePath,
     Rounding,

@@ -19,7 +19,7 @@ from q4core.diagnostics.events import warn_once
 from q4core.errors import Q4ProbeWarning
 from q4core.layers.diagnosis import Record
 from q4core.machine.torch_state import outside_inference
-from q4core.policy import SessionConfig
+from q4core.policy.config import SessionConfig
 from q4core.probes.comparison import probe_result
 from q4core.probes.linear import find_product_fault
 from q4core.selection.cache import select_for

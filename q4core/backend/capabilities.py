@@ -10,7 +10,7 @@ import attrs
 from q4core.backend.support import Reason, ReasonCode
 from q4core.errors import ConfigError
 from q4core.formats import FLOATS, ScaleKind
-from q4core.policy import Rounding
+from q4core.policy.config import Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -9,7 +9,7 @@ import torch
 
 from q4core.backend.support import ROW_RANGE, Precision, is_row_range, require
 from q4core.errors import ConfigError
-from q4core.policy import ActivationPrecision, Rounding, to_option
+from q4core.policy.config import ActivationPrecision, Rounding, to_option
 from q4core.weight import Feature, PackedWeight
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from q4core.memory import provider_of
 from q4core.ops.call_check import check_linear_call, refuse_bias
 from q4core.ops.prepared_weight import LayerWeight, PreparedWeight, forget_weight, register_weight
 from q4core.plugins.registry import Registry, default_registry
-from q4core.policy import SessionConfig, UnifiedMemoryPolicy, resolve_config
+from q4core.policy.config import SessionConfig, UnifiedMemoryPolicy, resolve_config
 from q4core.weight import PackedWeight
 from q4core.weight.sending import Temporary, unwrapped
 

@@ -14,7 +14,7 @@ from q4core.diagnostics.events import bound, emit, muted
 from q4core.formats import as_bytes
 from q4core.machine.torch_state import outside_inference, require_outside_trace, without_casts
 from q4core.ops.prepared_weight import LayerWeight, PreparedWeight
-from q4core.policy import ActivationPrecision, SessionConfig, UnifiedMemoryPolicy
+from q4core.policy.config import ActivationPrecision, SessionConfig, UnifiedMemoryPolicy
 from q4core.probes.runner import Trial, can_export
 from q4core.selection.cache import resolve_device, select_for
 from q4core.selection.plan import make_plan

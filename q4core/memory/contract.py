@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from q4core.policy import UnifiedMemoryPolicy
+    from q4core.policy.config import UnifiedMemoryPolicy
 
 DISABLE_VARIABLE = "Q4_DISABLE_UM"
 

@@ -9,7 +9,7 @@ import torch
 
 from q4core.errors import ConfigError, InputError, UnifiedMemoryError
 from q4core.memory.contract import DISABLE_VARIABLE, MemoryDecision
-from q4core.policy import UnifiedMemoryPolicy, to_option
+from q4core.policy.config import UnifiedMemoryPolicy, to_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

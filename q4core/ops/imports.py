@@ -32,7 +32,7 @@ from q4core.formats import BlockOrder, as_bytes
 from q4core.machine.torch_state import outside_inference, require_outside_trace, without_casts
 from q4core.ops.prepared_weight import PreparedWeight
 from q4core.plugins.registry import default_registry
-from q4core.policy import ActivationPrecision, SessionConfig, UnifiedMemoryPolicy
+from q4core.policy.config import ActivationPrecision, SessionConfig, UnifiedMemoryPolicy
 from q4core.probes.runner import Trial, can_export, exported_rows, prove_imported
 from q4core.selection.cache import apply_config, select_for
 from q4core.selection.plan import (

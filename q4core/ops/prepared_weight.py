@@ -12,7 +12,7 @@ from q4core.machine.torch_state import outside_inference
 if TYPE_CHECKING:
     from q4core.backend import Prepared
     from q4core.memory import MemoryDecision
-    from q4core.policy import SessionConfig
+    from q4core.policy.config import SessionConfig
     from q4core.selection.plan import Plan
     from q4core.selection.result import Selection
     from q4core.weight import WeightSpec

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from q4core.backend import Backend
     from q4core.memory import MemoryProvider
-    from q4core.policy import UnifiedMemoryPolicy
+    from q4core.policy.config import UnifiedMemoryPolicy
 
 
 _KINDS: dict[str, type] = {"q4_formats": Format, "q4_dialects": Dialect}

@@ -8,14 +8,14 @@ import attrs
 import torch
 
 from q4core.errors import ConfigError, PolicyConflictError
-from q4core.policy import ActivationPrecision, ComputePath
+from q4core.policy.config import ActivationPrecision, ComputePath
 from q4core.selection.probe_results import probe_results
 from q4core.selection.select import select_backend
 
 if TYPE_CHECKING:
     from q4core.backend import Reason, Request
     from q4core.plugins.registry import Registry
-    from q4core.policy import SessionConfig
+    from q4core.policy.config import SessionConfig
     from q4core.selection.result import Selection
 
 _CACHE_LIMIT = 4096

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from q4core.backend import KernelPath, Reason, Request, Segment
-    from q4core.policy import ComputePath
+    from q4core.policy.config import ComputePath
 
 
 @attrs.frozen

@@ -13,7 +13,7 @@ import attrs
 
 from q4core.backend import PathKind, Precision, Reason, ReasonCode, Request
 from q4core.errors import BackendUnavailableError, PolicyConflictError, Q4Error, UnknownBackendError, closest_name
-from q4core.policy import ActivationPrecision, ComputePath
+from q4core.policy.config import ActivationPrecision, ComputePath
 from q4core.selection.candidates import Candidate, assess
 from q4core.selection.probe_results import ProbeResults
 from q4core.selection.result import Rejection, Selection

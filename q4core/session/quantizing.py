@@ -11,7 +11,7 @@ from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import PLUGIN_FAULTS, FormatError, PluginError, Q4Error
 from q4core.formats import BUILTIN_FORMATS, Format, find_format
 from q4core.plugins.registry import default_registry
-from q4core.policy import Rounding, to_option
+from q4core.policy.config import Rounding, to_option
 from q4core.weight import PackedWeight
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from q4core.layers.diagnosis import Report
 from q4core.layers.linear import Q4Linear, require_weight
 from q4core.ops.imports import export_weight, import_weight
 from q4core.plugins.registry import Registry, default_registry
-from q4core.policy import SessionConfig, resolve_config
+from q4core.policy.config import SessionConfig, resolve_config
 from q4core.selection.cache import apply_config, select_for
 
 if TYPE_CHECKING:

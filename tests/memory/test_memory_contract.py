@@ -50,7 +50,7 @@ def test_module_knows_no_registry_and_logs_nothing() -> None:
             elif isinstance(node, ast.Import):
                 imported.update(alias.name for alias in node.names)
     foreign = {name for name in imported if name not in sys.stdlib_module_names and "q4core.memory" not in name}
-    assert foreign == {"attrs", "collections.abc", "q4core.errors", "q4core.moved", "q4core.policy", "torch"}
+    assert foreign == {"attrs", "collections.abc", "q4core.errors", "q4core.moved", "q4core.policy.config", "torch"}
     assert not imported & {"logging", "warnings"}
 
 
