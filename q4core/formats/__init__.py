@@ -8,8 +8,6 @@ from q4core.formats.table import (
     Form,
     Format,
     ScaleKind,
-    as_e4m3,
-    as_e8m0,
     find_format,
     resolve_levels,
 )
@@ -24,8 +22,6 @@ __all__ = [
     "Packing",
     "ScaleKind",
     "as_bytes",
-    "as_e4m3",
-    "as_e8m0",
     "cat_stored",
     "find_format",
     "pack_codes",

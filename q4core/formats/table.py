@@ -214,16 +214,6 @@ def find_format(name: str | Format, extra: Iterable[Format] = ()) -> Format:
     raise FormatError("format", name="format", rule=f"one of {', '.join(sorted(known))}", value=name, hint=hint)
 
 
-def as_e4m3(scale: torch.Tensor) -> torch.Tensor:
-    """Return float32 values of e4m3 bytes (dtype uint8 or float8_e4m3fn, any shape)."""
-    return scale.view(torch.float8_e4m3fn).to(torch.float32)
-
-
-def as_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """Return float32 values of e8m0 bytes (dtype uint8 or float8_e8m0fnu, any shape); byte 255 is NaN."""
-    return scale.view(torch.float8_e8m0fnu).to(torch.float32)
-
-
 def resolve_levels(  # noqa: PLR0913  # the levels of a scale, as stored
     kind: ScaleKind,
     scale: torch.Tensor,
@@ -238,7 +228,8 @@ def resolve_levels(  # noqa: PLR0913  # the levels of a scale, as stored
 
     Args:
         kind: The scale kind.
-        scale: Stored scales, any shape; the first axis is out-features where ``global_scale`` is [N].
+        scale: Stored scales, any shape; the first axis is out-features where ``global_scale`` is [N]. Those of E8M0 and
+            E4M3 are bytes, of dtype uint8 or the float8 dtype.
         global_scale: Scalar or [N] float, for E4M3_MUL and E4M3_DIV.
         nested_codebook: [256] float, for DOUBLE_QUANT.
         nested_scale: [ceil(numel / nested_block_size)] float, for DOUBLE_QUANT; blocks run over the flattened scales.
@@ -267,9 +258,10 @@ def resolve_levels(  # noqa: PLR0913  # the levels of a scale, as stored
     if kind is ScaleKind.PLAIN:
         return scale.to(torch.float32)
     if kind is ScaleKind.E8M0:
-        return as_e8m0(scale)
+        return scale.view(torch.float8_e8m0fnu).to(torch.float32)
+    values = scale.view(torch.float8_e4m3fn).to(torch.float32)
     if kind is ScaleKind.E4M3:
-        return as_e4m3(scale)
+        return values
     total = stored("global_scale", global_scale)
     total = total.reshape(-1, *([1] * (scale.dim() - 1))) if total.numel() > 1 else total.reshape(())
-    return total * as_e4m3(scale) if kind is ScaleKind.E4M3_MUL else as_e4m3(scale) / total
+    return total * values if kind is ScaleKind.E4M3_MUL else values / total
