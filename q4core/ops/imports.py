@@ -36,14 +36,12 @@ from q4core.policy.config import ActivationPrecision, SessionConfig, UnifiedMemo
 from q4core.probes.runner import Trial, can_export, exported_rows, prove_imported
 from q4core.selection.cache import apply_config, select_for
 from q4core.selection.plan import (
-    PLANS,
     damaged,
     dtype_of,
     make_plan,
     name_of,
     portable_facts,
     raise_broken_call,
-    shapes_of,
     short_name,
     typed,
 )
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
 
     from q4core.backend import Backend
     from q4core.plugins.registry import Registry
-    from q4core.selection.plan import Plan
+    from q4core.selection.plan import Plan, Shapes
 
 _VERSION = 2
 _OF_WEIGHT = ("format", "scale_kind", "packing", "block_size", "out_features", "in_features")
@@ -64,21 +62,13 @@ _DISABLED = UnifiedMemoryPolicy.DISABLED
 _AGAIN = "Export the program again on this machine"
 
 
-def find_plan(key: str, buffers: Sequence[torch.Tensor]) -> Plan:
-    """Return a plan by its name, imported with a layer's checked buffers where this process has none.
-
-    Raises:
-        LifecycleError, BackendError, ConfigError: See ``import_plan``.
-    """
-    return PLANS.get(key) or PLANS.setdefault(key, import_plan(key, buffers))
-
-
-def import_plan(key: str, buffers: Sequence[torch.Tensor]) -> Plan:
+def import_plan(key: str, shapes: Shapes, buffers: Sequence[torch.Tensor]) -> Plan:
     """Make the plan of an exported program, and prove it on one layer's weight.
 
     Args:
         key: The plan's name, as the program holds it.
-        buffers: The layer's byte buffers, of the sizes that the name says.
+        shapes: What the name says of sizes.
+        buffers: The layer's byte buffers, of these sizes.
 
     Raises:
         LifecycleError: The name is damaged or not of an exported program, or this is inside a trace or a capture.
@@ -90,7 +80,7 @@ def import_plan(key: str, buffers: Sequence[torch.Tensor]) -> Plan:
     registry = default_registry()
     with outside_inference(), without_casts("cpu"), without_casts("cuda"):
         try:
-            facts, shapes = portable_facts(key), shapes_of(key)
+            facts = portable_facts(key)
             name = facts["backend"]
             backend = _backend(name, registry)
             spec, request = _request(facts, registry)

@@ -18,16 +18,16 @@ from q4core.codec import dequantize
 from q4core.errors import PLUGIN_FAULTS, InputError
 from q4core.machine.torch_state import on_device, without_casts
 from q4core.ops.call_check import check_buffers, check_linear_call, check_operand
-from q4core.ops.imports import find_plan
+from q4core.ops.imports import import_plan
 from q4core.ops.prepared_weight import BY_TAG
-from q4core.selection.plan import raise_broken_call
+from q4core.selection.plan import PLANS, Plan, raise_broken_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from q4core.backend import Prepared
     from q4core.ops.prepared_weight import PreparedWeight
-    from q4core.selection.plan import Plan, Shapes
+    from q4core.selection.plan import Shapes
 
 _CHUNK_BYTES = 16 << 20
 
@@ -105,8 +105,8 @@ def _find(buffers: Sequence[torch.Tensor], key: str) -> tuple[Plan, torch.device
             return live.plan, live.device, live.prepared, live
     else:
         live = None
-    _, device = check_buffers(key, buffers)
-    plan = find_plan(key, buffers)
+    shapes, device = check_buffers(key, buffers)
+    plan = shapes if isinstance(shapes, Plan) else PLANS.setdefault(key, import_plan(key, shapes, buffers))
     return plan, device, plan.prepared(buffers), live
 
 

@@ -133,7 +133,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Call]:
 
     def move(*backends: Any, key: Callable[[str], str] = str) -> Call:
         layer = q4.Session(registry=registry(Describing())).linear(q4.quantize(torch.randn(N, K), "nf4"))
-        monkeypatch.setattr(imports, "PLANS", {})
+        plans: dict[str, Any] = {}
+        for module in ("q4core.selection.plan", "q4core.ops.registration"):
+            monkeypatch.setattr(f"{module}.PLANS", plans)
         there = registry(*backends)
         monkeypatch.setattr(imports, "default_registry", lambda: there)
         x = torch.randn(5, K)  # no number of rows that is probed
