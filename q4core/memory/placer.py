@@ -173,17 +173,6 @@ def is_turned_off(environment: Mapping[str, str]) -> bool:
     return value == "1"
 
 
-def is_idle(policy: UnifiedMemoryPolicy | str, environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether a policy or ``Q4_DISABLE_UM`` keeps all tensors where they are, so that no provider is asked.
-
-    Raises:
-        ConfigError: Either is not legal.
-    """
-    wanted = to_option(UnifiedMemoryPolicy, policy, "unified memory", "policy")
-    is_off = is_turned_off(os.environ if environment is None else environment)
-    return is_off or wanted is UnifiedMemoryPolicy.DISABLED
-
-
 def check_strided(what: str, tensor: object) -> None:
     """Reject what is no strided tensor.
 

@@ -21,7 +21,6 @@ from q4core.diagnostics.events import emit, observe, warn_once
 from q4core.errors import PLUGIN_FAULTS, Q4PluginWarning
 from q4core.formats import BUILTIN_FORMATS, Format
 from q4core.memory import MemoryPlacer
-from q4core.memory.placer import is_idle
 from q4core.plugins.discovery import PluginRecord, call_plugin, discover
 from q4core.schema import Dialect
 
@@ -170,8 +169,9 @@ class Registry:
         Raises:
             ConfigError: ``policy``, ``device``, a provider or ``Q4_DISABLE_UM`` is not legal.
         """
-        if is_idle(policy, environment):
-            return MemoryPlacer(policy, device=device, environment=environment)
+        placer = MemoryPlacer(policy, device=device, environment=environment)
+        if placer.is_idle:
+            return placer
         asked = self.memory_providers() if providers is None else providers
         return self.placer_type()(policy, device=device, providers=asked, environment=environment)
 
