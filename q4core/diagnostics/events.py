@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,25 @@ def emit(event: str, *, level: int = logging.DEBUG, **fields: Any) -> None:
             raise fault
         message = f"event observer {broken!r} raised {describe_exception(fault)}"
         warn_once((id(broken), type(fault)), Q4PluginWarning, message)
+
+
+def note_fault(backend: str, error: BaseException) -> str:
+    """Send what a backend raised as an event with its traceback, and return it in words, with its place.
+
+    An exception holds its frames, and these all that a kernel had made. So none is stored, and what its frames hold is
+    released: only the text of a fault is remembered, and the next backend has the memory.
+    """
+    text = describe_exception(error)
+    emit("q4.fault", backend=backend, error=text, traceback="".join(traceback.format_exception(error)))
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        item = waiting.pop()
+        if item is not None and id(item) not in seen:
+            seen.add(id(item))
+            traceback.clear_frames(item.__traceback__)
+            waiting += [item.__cause__, item.__context__]
+    return text
 
 
 def warn_once(key: object, category: type[Q4Warning], message: str) -> None:

@@ -16,8 +16,7 @@ from q4core.checkpoint.files import (
 from q4core.checkpoint.opening import find_layers
 from q4core.codec import decode_rows
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.diagnostics.errors_of_plugins import note_fault
-from q4core.diagnostics.events import emit, muted, parse_log, warn_once
+from q4core.diagnostics.events import emit, muted, note_fault, parse_log, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name, counted
 from q4core.formats import FLOATS, cat_stored
 from q4core.machine.torch_state import is_plain_call, on_device, outside_inference

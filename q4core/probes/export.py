@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4core.codec import decode_rows
-from q4core.diagnostics.errors_of_plugins import note_fault
+from q4core.diagnostics.events import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import BlockOrder
 from q4core.probes.comparison import probe_result

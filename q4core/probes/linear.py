@@ -18,7 +18,7 @@ import torch
 
 from q4core.backend import Precision
 from q4core.codec import decode_rows
-from q4core.diagnostics.errors_of_plugins import note_fault
+from q4core.diagnostics.events import note_fault
 from q4core.errors import PLUGIN_FAULTS, ConfigError
 from q4core.formats import same_bytes
 from q4core.machine.torch_state import on_device

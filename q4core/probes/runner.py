@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4core.backend import Prepared, Reason, ReasonCode
-from q4core.diagnostics.errors_of_plugins import note_fault
-from q4core.diagnostics.events import emit
+from q4core.diagnostics.events import emit, note_fault
 from q4core.errors import PLUGIN_FAULTS, BackendError, PrepareError
 from q4core.formats import same_bytes
 from q4core.machine.torch_state import on_device

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from q4core.backend import KernelPath, PathKind, Precision, Reason, ReasonCode, Request, Segment, Support
-from q4core.diagnostics.errors_of_plugins import note_fault
+from q4core.diagnostics.events import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import ScaleKind
 from q4core.selection.result import Rejection
