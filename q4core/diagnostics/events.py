@@ -159,20 +159,6 @@ def parse_log(value: str) -> list[str]:
     return words
 
 
-def set_up_logging(value: str) -> None:
-    """Send q4core's events to stderr as ``Q4_LOG`` asks; errors are those of ``parse_log``."""
-    words = parse_log(value)
-    level = next((_LEVELS[word] for word in reversed(words) if word in _LEVELS), logging.INFO)
-    logger = logging.getLogger(LOGGER_NAME)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_EventFormatter(as_json="json" in words))
-    for old in [item for item in logger.handlers if isinstance(item.formatter, _EventFormatter)]:
-        logger.removeHandler(old)
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    logger.propagate = False
-
-
 class _EventFormatter(logging.Formatter):
     """Renders one line per event, for people or as JSON; times are ISO 8601 in UTC, to the millisecond."""
 
@@ -200,8 +186,14 @@ class _EventFormatter(logging.Formatter):
 
 @functools.cache
 def _logger() -> logging.Logger:
+    """Return q4core's logger, which writes to stderr where ``Q4_LOG`` asks; errors are those of ``parse_log``."""
     logger = logging.getLogger(LOGGER_NAME)
     logger.addHandler(logging.NullHandler())  # else the standard library prints warnings where it is not set up
     if os.environ.get("Q4_LOG"):
-        set_up_logging(os.environ["Q4_LOG"])
+        words = parse_log(os.environ["Q4_LOG"])
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_EventFormatter(as_json="json" in words))
+        logger.addHandler(handler)
+        logger.setLevel(next((_LEVELS[word] for word in reversed(words) if word in _LEVELS), logging.INFO))
+        logger.propagate = False
     return logger

@@ -155,7 +155,7 @@ def test_console_lines_and_levels() -> None:
 def test_a_bad_option_is_named() -> None:
     """A word that Q4_LOG does not know is an error that names the legal ones."""
     with pytest.raises(q4.ConfigError) as caught:
-        events.set_up_logging("loud")
+        events.parse_log("loud")
     assert caught.value.name == "Q4_LOG"
     assert "json" in str(caught.value)
 
