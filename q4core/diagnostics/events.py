@@ -57,13 +57,6 @@ def observe(observer: Observer) -> None:
         _observers = (*(item for item in _observers if item() is not None), reference)
 
 
-def unobserve(observer: Observer) -> None:
-    """Stop calling ``observer``; unknown ones are ignored."""
-    global _observers  # noqa: PLW0603  # one process-wide list, replaced as a whole
-    with _lock:
-        _observers = tuple(item for item in _observers if item() not in (None, observer))
-
-
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
     """Send no event from this context inside the ``with`` block; warnings are still given."""

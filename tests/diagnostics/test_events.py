@@ -18,7 +18,7 @@ import torch
 
 import q4core as q4
 from q4core.diagnostics import events
-from tests.support.events import forget_warnings
+from tests.support.events import forget_warnings, observed_by
 from tests.support.fakes import FakeBackend, registry
 
 CODE = """
@@ -169,18 +169,17 @@ def test_events_reach_the_standard_logging_tree(caplog: pytest.LogCaptureFixture
     assert record.q4_fields == {"layer": "up", "backend": "none"}  # type: ignore[attr-defined]  # our extra
 
 
-def test_observers_come_and_go() -> None:
-    """An observer sees events until it is taken off."""
+def test_an_observer_sees_each_event_once() -> None:
+    """An observer sees the events that are sent after it was registered, each once."""
     seen: list[str] = []
 
     def observer(event: str, _: dict[str, object]) -> None:
         seen.append(event)
 
-    events.observe(observer)
     events.emit("q4.one")
-    events.unobserve(observer)
-    events.emit("q4.two")
-    assert seen == ["q4.one"]
+    with observed_by(observer):
+        events.emit("q4.two")
+    assert seen == ["q4.two"]
 
 
 def test_a_warning_comes_once_per_key_at_the_users_line() -> None:
@@ -204,13 +203,8 @@ def test_observers_share_nothing() -> None:
     def witness(_: str, fields: dict[str, object]) -> None:
         seen.append(fields)
 
-    events.observe(thief)
-    events.observe(witness)
-    try:
+    with observed_by(thief, witness):
         events.emit("q4.one", layer="up")
-    finally:
-        events.unobserve(thief)
-        events.unobserve(witness)
     assert seen == [{"layer": "up"}]
 
 
@@ -228,15 +222,9 @@ def test_an_observer_that_raises_is_reported_once_and_called_again(fault: type[B
         heard.append(event)
 
     weight = q4.quantize(torch.ones(8, 64), "nf4")
-    events.observe(broken)
-    events.observe(witness)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            layer = q4.Session(registry=registry()).linear(weight)
-    finally:
-        events.unobserve(broken)
-        events.unobserve(witness)
+    with observed_by(broken, witness), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layer = q4.Session(registry=registry()).linear(weight)
     assert layer.is_prepared
     assert len(calls) > 1
     assert calls == heard
@@ -252,13 +240,10 @@ def test_an_observer_hears_events_where_warnings_are_errors() -> None:
     def broken(_event: str, _: dict[str, object]) -> None:
         raise ValueError("told as an error")
 
-    events.observe(broken)
-    try:
+    with observed_by(broken):
         with pytest.raises(q4.Q4PluginWarning, match="told as an error"):
             events.emit("q4.one")
         events.emit("q4.two")
-    finally:
-        events.unobserve(broken)
 
 
 def test_a_method_observes_as_long_as_its_object_lives() -> None:

@@ -15,8 +15,7 @@ import torch
 
 import q4core as q4
 from q4core.diagnostics.describe_exception import describe_exception
-from q4core.diagnostics.events import observe, unobserve
-from tests.support.events import forget_warnings
+from tests.support.events import forget_warnings, observed_by
 from tests.support.fakes import FakeBackend, registry
 
 if TYPE_CHECKING:
@@ -162,12 +161,8 @@ def test_a_fault_is_an_event_with_its_traceback(kernels: Any, caplog: pytest.Log
         if event == "q4.fault":
             heard.append(fields)
 
-    observe(hear)
-    try:
-        with caplog.at_level(logging.DEBUG, logger="q4core"), pytest.warns(q4.Q4ProbeWarning):
-            q4.Session(registry=registry(FakeBackend("stranger", damage=kernels.by_hand))).linear(_weight())
-    finally:
-        unobserve(hear)
+    with observed_by(hear), caplog.at_level(logging.DEBUG, logger="q4core"), pytest.warns(q4.Q4ProbeWarning):
+        q4.Session(registry=registry(FakeBackend("stranger", damage=kernels.by_hand))).linear(_weight())
     (fields,) = heard
     assert fields["backend"] == "stranger"
     assert fields["error"].startswith("IndexError: ")

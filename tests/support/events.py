@@ -6,17 +6,27 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from q4core.diagnostics import events as core
-from q4core.diagnostics.events import observe, unobserve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["forget_warnings", "heard"]
+__all__ = ["forget_warnings", "heard", "observed_by"]
 
 
 def forget_warnings() -> None:
     """Let every warning that is given once be given again."""
     core._warned.clear()
+
+
+@contextlib.contextmanager
+def observed_by(*observers: Callable[[str, dict[str, Any]], None]) -> Iterator[None]:
+    """Call observers for every event that is sent inside the block."""
+    for observer in observers:
+        core.observe(observer)
+    try:
+        yield
+    finally:
+        core._observers = tuple(item for item in core._observers if item() not in observers)
 
 
 @contextlib.contextmanager
@@ -28,8 +38,5 @@ def heard(*names: str) -> Iterator[list[dict[str, Any]]]:
         if event in names:
             events.append({"event": event, **fields})
 
-    observe(note)
-    try:
+    with observed_by(note):
         yield events
-    finally:
-        unobserve(note)
