@@ -95,13 +95,6 @@ def dequantize(
     return result
 
 
-def decode_rows(
-    weight: PackedWeight, start: int | torch.Tensor, stop: int | None = None, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Return ``dequantize`` of rows ``start … stop`` (None: to the end), or of an int64 vector of rows."""
-    return dequantize(weight, dtype, rows=start if isinstance(start, torch.Tensor) else slice(start, stop))
-
-
 def _chosen_rows(weight: PackedWeight, rows: slice | torch.Tensor | None) -> range | torch.Tensor:
     """Return a range of step 1, or an int64 vector on the weight's device."""
     total = weight.out_features

@@ -14,7 +14,6 @@ from q4core.checkpoint.files import (
     unreadable,
 )
 from q4core.checkpoint.opening import find_layers
-from q4core.codec import decode_rows
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit, muted, note_fault, parse_log, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name, counted
@@ -34,7 +33,6 @@ __all__ = [
     "cat_stored",
     "closest_name",
     "counted",
-    "decode_rows",
     "describe_exception",
     "emit",
     "emit_selection",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from q4core.codec import decode_rows
+from q4core.codec import dequantize
 from q4core.diagnostics.events import note_fault
 from q4core.errors import PLUGIN_FAULTS
 from q4core.formats import BlockOrder
@@ -52,7 +52,7 @@ def _difference(weight: PackedWeight, rows: torch.Tensor, source: PackedWeight, 
     step = max(1, CHUNK_ELEMENTS // source.in_features)
     for mine, theirs in zip(rows.split(step), its_rows.split(step), strict=True):
         values, exact = (
-            decode_rows(item, part, dtype=torch.float64) for item, part in ((weight, mine), (source, theirs))
+            dequantize(item, torch.float64, rows=part) for item, part in ((weight, mine), (source, theirs))
         )
         if not torch.equal(values, exact):
             row, column = (values != exact).nonzero()[0].tolist()

@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from q4core.backend import Precision
-from q4core.codec import decode_rows
+from q4core.codec import dequantize
 from q4core.diagnostics.events import note_fault
 from q4core.errors import PLUGIN_FAULTS, ConfigError
 from q4core.formats import same_bytes
@@ -260,7 +260,7 @@ def _add_up(runs: list[_Run], source: PackedWeight, columns: torch.Tensor, *, is
     everything = slice(None)
     for start in range(0, features.numel(), step):
         chunk = slice(start, start + step)
-        dense = decode_rows(source, features[chunk], dtype=torch.float64)
+        dense = dequantize(source, torch.float64, rows=features[chunk])
         dense = (dense[:, columns.to(dense.device)] if is_gradient else dense.T).to("cpu")
         summed, written = (chunk, everything) if is_gradient else (everything, chunk)
         for run in runs:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import q4core as q4
-from q4core.codec import decode, decode_rows
+from q4core.codec import decode
 from tests.support.samples import FLAT, FORMAT_KINDS, PACKINGS, bits, oracle, random_weight
 
 
@@ -176,14 +176,14 @@ def test_rows(kind: q4.ScaleKind, rows: Any, blocks: q4.BlockOrder) -> None:
     assert torch.equal(q4.dequantize(weight, rows=rows), expected)
 
 
-def test_decode_rows() -> None:
-    """``decode_rows`` takes first and last row, or an index vector, and decodes to float32 by default."""
+def test_rows_in_another_dtype() -> None:
+    """Some rows are decoded to the dtype asked for, or to the weight's own."""
     weight = random_weight("q4_1", 9, 64, dtype=torch.bfloat16)
     expected = oracle(weight)
-    assert torch.equal(decode_rows(weight, 2, 6), expected[2:6])
-    assert torch.equal(decode_rows(weight, 7), expected[7:])
-    assert torch.equal(decode_rows(weight, torch.tensor([6, 1])), expected[[6, 1]])
-    assert decode_rows(weight, 0, 1, torch.float64).dtype is torch.float64
+    assert torch.equal(q4.dequantize(weight, torch.float32, rows=slice(2, 6)), expected[2:6])
+    assert torch.equal(q4.dequantize(weight, torch.float32, rows=slice(7, None)), expected[7:])
+    assert torch.equal(q4.dequantize(weight, torch.float32, rows=torch.tensor([6, 1])), expected[[6, 1]])
+    assert q4.dequantize(weight, torch.float64, rows=slice(1)).dtype is torch.float64
     assert q4.dequantize(weight).dtype is torch.bfloat16
 
 

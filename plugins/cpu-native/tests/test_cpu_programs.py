@@ -13,7 +13,6 @@ import q4core as q4
 from q4_cpu_native import CpuNative
 from q4_dequant_fallback import DequantFallback
 from q4_programs import BoundLayer, Buffer, Op, Program, Step, View, bind
-from q4core.plugin_api import decode_rows
 from tests.support.cpu_layers import ISAS
 
 if TYPE_CHECKING:
@@ -192,7 +191,7 @@ def test_embedded_rows_have_the_codecs_bits(registry: q4.Registry, form: str) ->
     assert bound.record.backend == "cpu-native", bound.record.reasons
     bound()
     source = q4.quantize(torch.randn(VOCABULARY, 192, generator=torch.Generator().manual_seed(VOCABULARY)), form)
-    assert torch.equal(out.view(3, 192), decode_rows(source, tokens))
+    assert torch.equal(out.view(3, 192), q4.dequantize(source, torch.float32, rows=tokens))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 70])

@@ -11,7 +11,7 @@ import torch
 
 import q4core as q4
 from q4_cli.options import illegal
-from q4core.plugin_api import FLOATS, decode_rows, find_dialect
+from q4core.plugin_api import FLOATS, find_dialect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -243,8 +243,8 @@ def _relative_error(dense: torch.Tensor, weight: q4.PackedWeight) -> float:
     chunk = max(1, _CHUNK_ELEMENTS // columns)
     error = norm = 0.0
     for start in range(0, rows, chunk):
-        stop = min(start + chunk, rows)
-        part = dense[start:stop].to(torch.float32)
-        error += float((part - decode_rows(weight, start, stop)).to(torch.float64).square().sum())
+        some = slice(start, start + chunk)
+        part = dense[some].to(torch.float32)
+        error += float((part - q4.dequantize(weight, torch.float32, rows=some)).to(torch.float64).square().sum())
         norm += float(part.to(torch.float64).square().sum())
     return float((error / norm) ** 0.5) if norm else 0.0

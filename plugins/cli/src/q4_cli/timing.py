@@ -11,7 +11,6 @@ import attrs
 import torch
 
 import q4core as q4
-from q4core.plugin_api import decode_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +65,7 @@ def require_right(layer: q4.Q4Linear, weight: q4.PackedWeight, path: q4.KernelPa
     source = weight
     if path.codebook is not None:
         source = attrs.evolve(weight, codebook=torch.tensor(path.codebook, dtype=torch.float32, device=weight.device))
-    dense = decode_rows(source, chosen, dtype=torch.float64).cpu()
+    dense = q4.dequantize(source, torch.float64, rows=chosen).cpu()
     exact = x.to(torch.float64)
     reference = exact @ dense.T
     bound = q4.error_bound(reference, exact.abs() @ dense.abs().T, columns, layer.dtype)
