@@ -33,11 +33,12 @@ from q4core.machine.torch_state import outside_inference, require_outside_trace,
 from q4core.ops.prepared_weight import PreparedWeight
 from q4core.plugins.registry import default_registry
 from q4core.policy.config import ActivationPrecision, SessionConfig, UnifiedMemoryPolicy
-from q4core.probes.runner import Trial, can_export, exported_rows, prove_imported
+from q4core.probes.runner import Trial, can_export, prove_imported
 from q4core.selection.cache import apply_config, select_for
 from q4core.selection.plan import (
     damaged,
     dtype_of,
+    exported_weight,
     make_plan,
     name_of,
     portable_facts,
@@ -87,7 +88,7 @@ def import_plan(key: str, shapes: Shapes, buffers: Sequence[torch.Tensor]) -> Pl
             options = {"gradients": facts["gradients"], "precision": ActivationPrecision(facts["precision"])}
             request = attrs.evolve(request, device=buffers[-1].device, **options)
             prepared = _prepared(backend, facts, typed(buffers[:-1], [*map(dtype_of, facts["dtypes"][:-1])]))
-            weight = exported_rows(backend, prepared, request, None)
+            weight = exported_weight(backend, prepared, None, (spec.out_features, spec.in_features))
             config = SessionConfig(backend=name, compute_path=facts["compute_path"])
             paths = _paths(facts)
         except Q4Error:
@@ -176,7 +177,8 @@ def _imported(
     if plan is None:
         prepared = _prepared(backend, facts, own)
         some = None if spec.blocks is BlockOrder.FLAT else torch.zeros(1, dtype=torch.int64)
-        exported_rows(backend, prepared, request, some)  # raises where the layout is of other sizes than the tensors
+        # Raises where the layout is of other sizes than the tensors.
+        exported_weight(backend, prepared, some, (spec.out_features, spec.in_features))
         plan = known[key] = make_plan(selection, backend, prepared, spec)
     if plan.stem != _stem(text):
         raise _not_reusable(name, f"it was prepared under plan {_stem(text)}, but {plan.stem} is selected here")

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 def probe_export(backend: Backend, prepared: Prepared, source: PackedWeight) -> ProbeResult:
     """Compare what a backend exports, whole and by rows, with the source, value by value."""
     started = time.perf_counter()
-    count, columns = source.shape
-    rows = sampled(count)
-    some = torch.tensor([count - 1, 0], dtype=torch.int64, device=source.device)
+    rows = sampled(source.out_features)
+    some = torch.tensor([source.out_features - 1, 0], dtype=torch.int64, device=source.device)
     given = some.clone()
     message = None
     try:
@@ -34,7 +33,7 @@ def probe_export(backend: Backend, prepared: Prepared, source: PackedWeight) -> 
         if difference is not None:
             message = f"export is not the inverse of prepare: {difference}"
         elif source.blocks is BlockOrder.ROW:
-            weight = exported_weight(backend, prepared, given, (2, columns))
+            weight = exported_weight(backend, prepared, given, source.shape)
             difference = _difference(weight, torch.arange(2), source, some)
             if not torch.equal(given, some):
                 message = "export wrote to rows"

@@ -167,7 +167,7 @@ def prove_imported(results: ProbeResults, selection: Selection, backend: Backend
             is_whole = request is not asked or Feature.FLAT_BLOCKS in request.features
             columns = None if is_whole else _few(request.out_features, request.in_features)
             with torch.no_grad():
-                source = exported_rows(backend, prepared, request, columns)
+                source = exported_weight(backend, prepared, columns, (request.out_features, request.in_features))
                 known = probe_path(backend, prepared, source, request, path, rows, columns)
             results.record(backend.name, path, request, known, rows)
         if known.fault is not None:
@@ -180,13 +180,6 @@ def _few(total: int, columns: int) -> torch.Tensor:
     least, most = _FEW_ROWS
     count = min(total, most, max(least, _FEW_ELEMENTS // columns))
     return torch.linspace(0, total - 1, count, dtype=torch.float64).round().to(torch.int64)
-
-
-def exported_rows(backend: Backend, prepared: Prepared, request: Request, rows: torch.Tensor | None) -> PackedWeight:
-    """Return rows of what a backend exports, all of them for None."""
-    index = None if rows is None else rows.to(request.device)
-    count = request.out_features if rows is None else rows.numel()
-    return exported_weight(backend, prepared, index, (count, request.in_features))
 
 
 def _checked(prepared: object, device: torch.device) -> Prepared:

@@ -101,8 +101,7 @@ class Plan(Shapes):
     def weight(self, buffers: Sequence[torch.Tensor], rows: torch.Tensor | None = None) -> PackedWeight:
         """Return the canonical weight behind the buffers, whole or (with a backend's export) some of its rows."""
         if self.source is None:
-            count = self.out_features if rows is None else rows.numel()
-            return exported_weight(self.backend, self.prepared(buffers), rows, (count, self.in_features))
+            return exported_weight(self.backend, self.prepared(buffers), rows, (self.out_features, self.in_features))
         start, stop = self.prepared_count, len(self.dtypes) - 1
         return self.source.build(typed(buffers[start:stop], self.dtypes[start:stop]))
 
@@ -116,9 +115,12 @@ def typed(buffers: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> tup
 def exported_weight(
     backend: Backend, prepared: Prepared, rows: torch.Tensor | None, shape: tuple[int, int]
 ) -> PackedWeight:
-    """Return what a backend exports, whole or some rows, as ``given_weight`` does."""
+    """Return what a backend exports of a weight [N, K], whole or some rows, as ``given_weight`` does."""
     export: Any = backend.export  # type: ignore[attr-defined]  # optional method of the contract
-    with on_device(prepared.tensors[0].device):
+    device = prepared.tensors[0].device
+    if rows is not None:
+        shape, rows = (rows.numel(), shape[1]), rows.to(device)
+    with on_device(device):
         return given_weight(backend, "export", shape, functools.partial(export, prepared, rows))
 
 
