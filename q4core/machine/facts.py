@@ -11,22 +11,9 @@ import attrs
 import torch
 
 _WATCHED_FEATURES = (
-    "avx2",
-    "fma",
-    "f16c",
-    "avx_vnni",
-    "avx512f",
-    "avx512bw",
-    "avx512vl",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx_int8",
-    "asimd",
-    "asimddp",
-    "i8mm",
-    "bf16",
-    "sve",
-)
+    "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_int8",
+    "asimd", "asimddp", "i8mm", "bf16", "sve",
+)  # fmt: skip
 
 
 @attrs.frozen
