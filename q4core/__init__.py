@@ -24,14 +24,7 @@ from q4core.backend import (
     Support,
     Tier,
 )
-from q4core.checkpoint import (
-    Checkpoint,
-    CheckpointReader,
-    CheckpointSource,
-    CheckpointWriter,
-    OpenRequest,
-    SaveRequest,
-)
+from q4core.checkpoint import Checkpoint, CheckpointReader, CheckpointSource, CheckpointWriter, OpenRequest, SaveRequest
 from q4core.codec import dequantize
 from q4core.errors import (
     BackendError,
@@ -92,15 +85,7 @@ from q4core.policy.config import (
 )
 from q4core.probes.comparison import error_bound
 from q4core.probes.linear import grid_activations
-from q4core.schema import (
-    Catalogue,
-    Dialect,
-    LayerSchema,
-    Problem,
-    Schema,
-    TensorInfo,
-    WrittenLayer,
-)
+from q4core.schema import Catalogue, Dialect, LayerSchema, Problem, Schema, TensorInfo, WrittenLayer
 from q4core.selection.probe_results import ProbeResult
 from q4core.selection.result import Rejection, Selection
 from q4core.session.detecting import detect, detect_all, detect_or_fail, validate
@@ -110,15 +95,7 @@ from q4core.session.functions import (
     save_checkpoint,
 )
 from q4core.session.quantizing import Quantizer, quantize
-from q4core.session.session import (
-    Session,
-    adopt_prepared,
-    default_session,
-    explain,
-    export_prepared,
-    linear,
-    select,
-)
+from q4core.session.session import Session, adopt_prepared, default_session, explain, export_prepared, linear, select
 from q4core.weight import Feature, PackedWeight, WeightSpec, cat
 
 __version__ = "0.1.0.dev0"
