@@ -29,8 +29,6 @@ Features = frozenset[Feature]
 
 
 def _to_device(value: torch.device | str) -> torch.device:
-    if isinstance(value, torch.device):
-        return value
     try:
         return torch.device(value)
     except (RuntimeError, TypeError):
@@ -38,8 +36,6 @@ def _to_device(value: torch.device | str) -> torch.device:
 
 
 def _to_precision(value: ActivationPrecision | str) -> ActivationPrecision:
-    if isinstance(value, ActivationPrecision):
-        return value
     return to_option(ActivationPrecision, value, "request", "precision")
 
 

@@ -169,7 +169,7 @@ def _find_unread(
     method = None if used else catalogue.quantization_config.get("quant_method")
     found: dict[str, tuple[Problem, list[str]]] = {}
     for name, info in catalogue.tensors.items():
-        if name in used or not _may_hold_codes(info):
+        if name in used or info.dtype not in _PACKED_DTYPES or len(info.shape) < 2:  # noqa: PLR2004  # a matrix at least
             continue
         module, _, suffix = name.partition(".weight.") if ".weight." in name else name.rpartition(".")
         if not module or module in found:
@@ -186,10 +186,6 @@ def _find_unread(
             problem = Problem("unexplained", module, _UNEXPLAINED, ", ".join(sorted(own)))
             found[module] = problem, [*own.values()]
     return [*found.values()]
-
-
-def _may_hold_codes(info: TensorInfo) -> bool:
-    return info.dtype in _PACKED_DTYPES and len(info.shape) > 1
 
 
 def _are_codes(suffix: str, info: TensorInfo, own: Mapping[str, TensorInfo]) -> bool:
