@@ -1,8 +1,4 @@
-"""State of ``Q4Linear``: state dicts, and tensors that are shared with other processes.
-
-A layer is saved strictly and in no dialect: ``weight.spec`` (uint8, the JSON of ``WeightSpec``) and one
-``weight.<field>`` per tensor field of ``PackedWeight``.
-"""
+"""State of ``Q4Linear``: state dicts, as its docstring describes them, and tensors shared with other processes."""
 
 from __future__ import annotations
 
