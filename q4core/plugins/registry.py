@@ -175,14 +175,6 @@ class Registry:
         asked = self.memory_providers() if providers is None else providers
         return self.placer_type()(policy, device=device, providers=asked, environment=environment)
 
-    def checkpoint_readers(self) -> tuple[Any, ...]:
-        """Return the readers of checkpoint files, in the order of their names."""
-        return tuple(self._named("q4_checkpoint_readers")[0].values())
-
-    def checkpoint_writers(self) -> tuple[Any, ...]:
-        """Return the writers of checkpoint files, in the order of their names."""
-        return tuple(self._named("q4_checkpoint_writers")[0].values())
-
     def items(self, hook: str) -> dict[str, Any]:
         """Return what every plugin gives to a hook of named items, such as ``q4_layers``, by name and in that order."""
         return self._named(hook)[0]

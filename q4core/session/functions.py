@@ -61,7 +61,8 @@ def open(  # noqa: A001  # the contract's name: q4.open(path)
     request = checkpoint.OpenRequest(
         dialects=dialects(), dialect=dialect, config=config, options=options, copy=bool(copy)
     )
-    return checkpoint.open_by(default_registry().checkpoint_readers(), path, request, _plugin_states())
+    readers = default_registry().items("q4_checkpoint_readers").values()
+    return checkpoint.open_by(readers, path, request, _plugin_states())
 
 
 def save_checkpoint(  # noqa: PLR0913  # one argument per fact
@@ -104,7 +105,8 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
         dialect=dialect, dialects=dialects(), dense=dense, metadata=metadata, config=config,
         max_shard_bytes=max_shard_bytes, lossy=lossy,
     )  # fmt: skip
-    return checkpoint.save_by(default_registry().checkpoint_writers(), path, weights, request, _plugin_states())
+    writers = default_registry().items("q4_checkpoint_writers").values()
+    return checkpoint.save_by(writers, path, weights, request, _plugin_states())
 
 
 def _plugin_states() -> dict[str, str]:

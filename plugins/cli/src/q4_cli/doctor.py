@@ -56,7 +56,7 @@ def doctor(
             "plugins": [],
             "formats": sorted(registry.formats()),
             "dialects": sorted(item.name for item in q4.dialects(registry)),
-            "checkpoint_readers": [reader.name for reader in registry.checkpoint_readers()],
+            "checkpoint_readers": [*registry.items("q4_checkpoint_readers")],
             "architectures": [*registry.items("q4_architectures")],
             "layer_types": [*registry.items("q4_layers")],
             "memory_providers": [provider.name for provider in registry.memory_providers()],
