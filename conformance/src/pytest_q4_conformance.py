@@ -112,7 +112,7 @@ class _Run:
         try:
             query = Query(name=self.target.name, only=only, **self.claims)
             self._whole.set_result(run_target(query, watch=watch, is_over=self._stopped.is_set))
-        except BaseException as error:  # noqa: BLE001  # told to the test that waits
+        except BaseException as error:  # noqa: BLE001  # raised in the test that waits
             lost = error
             self._whole.set_exception(error)
         for item in self._awaited.values():
@@ -271,7 +271,7 @@ def _write(run: _Run, folder: Path, command: list[str]) -> tuple[list[str], bool
             return ["no report was written: no test asked for the result of a case"], False
         document = make_certificate(done, command)
         files = write_files(folder, document)
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is told, and takes no other summary away
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is reported, and takes no other summary away
         return [f"no report was written: {type(error).__name__}: {error}"], False
     lacking = len(document["missing"])
     lines = [f"pytest ended early: {lacking} of {len(run.chosen)} chosen cases have no result"] if lacking else []

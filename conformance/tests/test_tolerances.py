@@ -43,8 +43,8 @@ IN_CODE = {
     "lost layers": LOST_LAYERS,
     "dense elements": dense_check.DENSE_ELEMENTS,
     "dense bytes": dense_check.DENSE_BYTES,
-    "prepared bytes": dense_check.KEPT_BYTES,
-    "other bytes": dense_check.BESIDE_BYTES,
+    "prepared bytes": dense_check.PREPARED_BYTES,
+    "other bytes": dense_check.OTHER_BYTES,
     "over half sides": dense_check.OVER_HALF_SIDES,
     "elements of activations": dense_check.ACTIVATION_ELEMENTS,
     "bytes of activations": dense_check.ACTIVATION_BYTES,
@@ -64,7 +64,7 @@ def _value(text: str) -> float:
     return float(text)
 
 
-TOLD = {
+DERIVED = {
     found["name"]: _value(found["value"])
     for line in PAGE.read_text(encoding="utf-8").splitlines()
     if (found := ROW.match(line.replace("\\|", "!")))
@@ -73,13 +73,13 @@ TOLD = {
 
 def test_every_tolerance_is_derived_and_every_derivation_used() -> None:
     """The page and the code name the same tolerances."""
-    assert set(TOLD) == set(IN_CODE)
+    assert set(DERIVED) == set(IN_CODE)
 
 
 @pytest.mark.parametrize("name", sorted(IN_CODE))
 def test_number_is_the_pages(name: str) -> None:
     """The number in the code is the one on the page."""
-    assert IN_CODE[name] == TOLD[name]
+    assert IN_CODE[name] == DERIVED[name]
 
 
 def test_constants_follow_from_the_dtypes() -> None:

@@ -220,10 +220,10 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
             r"^proj: \(8, 64\), 32$",
         ),
         (
-            "tells-the-first-problem",
+            "reports-the-first-problem",
             _replaced(detecting, "validate_in", lambda found: lambda *args: found(*args)[:1]),
             "TC-03/validate",
-            "^not told, or told otherwise: ",
+            "^not reported, or with another code: ",
         ),
         (
             "falls-back-without-the-reason",
@@ -265,7 +265,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
             "tells-no-legal-choice",
             _replaced(_LINEAR, "check_linear_call", _refusal(rule="right", hint="Try another one.")),
             f"TC-10/refusals/{_NF4}",
-            "the error does not tell the legal choice '256'",
+            "the error does not name the legal choice '256'",
         ),
         (
             "tells-no-rejection-in-the-event",
@@ -332,7 +332,7 @@ CORE_FAULTS: tuple[CoreFault, ...] = tuple(
             "serves-any-version",
             _replaced(registry, "_is_served_version", lambda _: lambda version: True),
             "EX-12/plugins",
-            "'next-major' does not speak of 'api_version'",
+            "'next-major' does not mention 'api_version'",
         ),
         (
             "counts-the-wrong-path",

@@ -72,7 +72,7 @@ class CaseResult:
         seconds: How long it took.
         is_fallback: It passed, but the reference computed instead of the subject.
         paths: ``name|kind|precision|standing`` of every kernel path that ran, as the core counted it; where the case
-            failed, also of those that raised. A process that died has told none.
+            failed, also of those that raised. A process that died has reported none.
         reproducer: What to type to run it again, where it ended badly in a run by name.
     """
 

@@ -148,11 +148,11 @@ class PreparesNothing(ToyKernel):
     """Keeps the weight to itself, and gives no tensors."""
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        self._kept = super().prepare(weight, request, context)
-        return Prepared((), self._kept.meta)
+        self._weight = super().prepare(weight, request, context)
+        return Prepared((), self._weight.meta)
 
     def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        super().linear(self._kept, x, out, bias=bias, path=path)
+        super().linear(self._weight, x, out, bias=bias, path=path)
 
 
 @numeric_fault("writes-codes-in-prepare", "EX-08/unmodified", "changed the caller's weight")

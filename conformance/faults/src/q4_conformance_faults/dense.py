@@ -128,8 +128,8 @@ class Counts(ToyKernel):
     def is_hot(self, scales: Floats, rows: int, path: str) -> bool:
         """Count one more call of a weight with so many rows, and say whether there were many."""
         what = (scales.__array_interface__["data"][0], rows, path)
-        self.kept[what] = self.kept.get(what, 0) + 1
-        return bool(self.kept[what] >= _CALLS)
+        self.held[what] = self.held.get(what, 0) + 1
+        return bool(self.held[what] >= _CALLS)
 
 
 @backend_fault("hidden-dense-when-hot", "EX-14/kind", "memory peaked")

@@ -76,7 +76,7 @@ class LeakingQuantiser(ToyQuantiser):
 
     def quantize(self, dense: Tensor, request: Request, **how: Any) -> PackedWeight:
         weight = super().quantize(dense, request, **how)
-        self.kept[len(self.kept)] = weight
+        self.held[len(self.held)] = weight
         return weight
 
 

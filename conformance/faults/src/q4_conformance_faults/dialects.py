@@ -42,7 +42,7 @@ class ClampsScales(ToyDialect):
 
 @dialect_fault("writes-its-process", "EX-11/round/mxfp4", "other bytes of proj.toy_stamp")
 class WritesItsProcess(ToyDialect):
-    """Writes beside each layer a number that no two writings share."""
+    """Adds to each layer a number that no two writings share."""
 
     _counter = itertools.count(os.getpid())
 
@@ -68,8 +68,8 @@ class ClaimsBytes(ToyDialect):
                 yield attrs.evolve(self.layer(catalogue, module), keys={"qdata": f"{module}.weight"})
 
 
-@dialect_fault("tells-the-first-problem", "TC-03/validate/mxfp4", "is not told")
-class TellsFirst(ToyDialect):
+@dialect_fault("reports-the-first-problem", "TC-03/validate/mxfp4", "is not reported")
+class ReportsFirst(ToyDialect):
     """Stops at the first problem."""
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
@@ -78,16 +78,16 @@ class TellsFirst(ToyDialect):
             return
 
 
-@dialect_fault("blames-the-codes", "TC-03/validate/mxfp4", "['proj.toy_exponents'] is not told")
+@dialect_fault("blames-the-codes", "TC-03/validate/mxfp4", "['proj.toy_exponents'] is not reported")
 class BlamesCodes(ToyDialect):
-    """Tells that something is wrong, and always names the codes."""
+    """Reports that something is wrong, and always names the codes."""
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
         for problem in super().validate(layer, catalogue):
             yield attrs.evolve(problem, key=layer.keys["qdata"])
 
 
-@dialect_fault("assumes-missing-scales", "TC-03/validate/mxfp4", "toy_exponents is missing, and nothing is told")
+@dialect_fault("assumes-missing-scales", "TC-03/validate/mxfp4", "toy_exponents is missing, and nothing is reported")
 class AssumesScales(ToyDialect):
     """Takes scales that are not there for 1.0."""
 

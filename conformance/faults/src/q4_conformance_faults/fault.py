@@ -57,7 +57,7 @@ PROGRAM_FAULTS: list[Fault] = []
 
 
 def _planting(faults: list[Fault], prefix: str = "fault-", **usual: Any) -> Callable[..., Callable[[_Made], _Made]]:
-    """Return a decorator ``(name, caught_by, says="probe_failed", **facts)`` that enters what it stands above."""
+    """Return a decorator ``(name, caught_by, says="probe_failed", **facts)`` that enters what it decorates."""
 
     def plant(name: str, caught_by: str, says: str = _PROBE, **facts: Any) -> Callable[[_Made], _Made]:
         def enter(make: Any) -> Any:

@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_KEPT: list[nn.Module] = []
+_HELD: list[nn.Module] = []
 
 
 class ToyLayerType:
-    """Four features to three; a fault tells another number, or has a hook that changes results."""
+    """Four features to three; a fault claims another number, or has a hook that changes results."""
 
     examples = (types.SimpleNamespace(shape=(4,), options={}, integers=None, straight_through=False),)
 
-    def __init__(self, name: str = "toy-layer", told: int = 3, hook: Callable[..., Any] = lambda *_: None) -> None:
-        self.name, self._told, self._hook = name, told, hook
+    def __init__(self, name: str = "toy-layer", claimed: int = 3, hook: Callable[..., Any] = lambda *_: None) -> None:
+        self.name, self._claimed, self._hook = name, claimed, hook
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a result."""
         if shape[-1:] != (4,):
             raise ValueError("of shape [..., 4]")
-        return (*shape[:-1], self._told)
+        return (*shape[:-1], self._claimed)
 
     def make(self) -> nn.Module:
         """Return a layer."""
@@ -57,7 +57,7 @@ _wrong: Any = _Wrong.apply
 
 
 def _scaled(layer: nn.Module, _: object, y: Tensor) -> Tensor:
-    """Return what a layer multiplies by a number that it keeps, and does not save."""
+    """Return what a layer multiplies by a number that it stores, and does not save."""
     factor: float = layer.__dict__.setdefault("factor", float(torch.rand(())))
     return y * factor
 
@@ -67,10 +67,10 @@ def _reversed(layer: nn.Module, _: object, y: Tensor) -> Any:
 
 
 for _name, _part, _says, _facts in (
-    ("lies-about-its-shape", "shapes", "shape [1, 4], as its shape says, found [1, 3]", {"told": 4}),
+    ("lies-about-its-shape", "shapes", "shape [1, 4], as its shape says, found [1, 3]", {"claimed": 4}),
     ("differentiates-wrongly", "gradients", "not what differences show", {"hook": lambda _, __, y: _wrong(y, 2.0)}),
     ("keeps-state-to-itself", "state", "a new layer with its state gives other numbers", {"hook": _scaled}),
     ("climbs-when-it-trains", "training", "20 steps took the loss", {"hook": _reversed}),
-    ("is-never-let-go", "lifetime", "9 of 9 layers live on", {"hook": lambda layer, *_: _KEPT.append(layer)}),
+    ("is-never-let-go", "lifetime", "9 of 9 layers live on", {"hook": lambda layer, *_: _HELD.append(layer)}),
 ):
     layer_fault(_name, f"EX-20/{_part}", _says)(functools.partial(ToyLayerType, **_facts))

@@ -30,8 +30,8 @@ class BiasByAddress(Calls):
     """Converts each bias once, by its address."""
 
     def bias(self, bias: Tensor) -> Tensor:
-        kept: Tensor = self.kept.setdefault(bias.data_ptr(), (bias, bias.clone()))[1]
-        return kept
+        converted: Tensor = self.held.setdefault(bias.data_ptr(), (bias, bias.clone()))[1]
+        return converted
 
 
 @backend_fault("keeps-last-block-size", f"EX-04/neighbours/{NF4}/float32/exact", "among")
@@ -125,10 +125,10 @@ class SharesOneBuffer(ToyKernel):
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         prepared = super().prepare(weight, request, context)
-        kept: Prepared = self.kept.setdefault(prepared.meta, prepared)
-        for old, new in zip(kept.tensors, prepared.tensors, strict=True):
+        shared: Prepared = self.held.setdefault(prepared.meta, prepared)
+        for old, new in zip(shared.tensors, prepared.tensors, strict=True):
             old.copy_(new)
-        return kept
+        return shared
 
 
 @backend_fault("numbers-its-layers", "TC-09/prepare", "meta is")
@@ -152,12 +152,12 @@ class KnowsByAddress(ToyKernel):
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         prepared = super().prepare(weight, request, context)
-        self.kept[prepared.tensors[0].data_ptr()] = self.scales(weight)
+        self.held[prepared.tensors[0].data_ptr()] = self.scales(weight)
         return prepared
 
     def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        kept = self.kept.get(prepared.tensors[0].data_ptr())
-        scales = torch.zeros_like(prepared.tensors[-1]) if kept is None else torch.from_numpy(kept)
+        known = self.held.get(prepared.tensors[0].data_ptr())
+        scales = torch.zeros_like(prepared.tensors[-1]) if known is None else torch.from_numpy(known)
         own = Prepared((*prepared.tensors[:-1], scales), prepared.meta)
         super().linear(own, x, out, bias=bias, path=path)
 
@@ -178,11 +178,11 @@ class PreparesFirstRange(ToyKernel):
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         for segment in context.paths:
-            self.kept.setdefault(segment.path.name, segment)
+            self.held.setdefault(segment.path.name, segment)
         return super().prepare(weight, request, context)
 
     def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        segment = self.kept[path]
+        segment = self.held[path]
         if x.shape[0] < segment.low or (segment.high is not None and x.shape[0] > segment.high):
             raise LookupError(f"no code for {x.shape[0]} rows")
         super().linear(prepared, x, out, bias=bias, path=path)

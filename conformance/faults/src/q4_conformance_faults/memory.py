@@ -1,4 +1,4 @@
-"""Faults of memory: dense weights that are kept, leaks, and writes and reads where none belong."""
+"""Faults of memory: dense weights that are held, leaks, and writes and reads where none belong."""
 # ruff: noqa: ARG002, D102 - a fault looks at some of what it is given; ToyKernel documents what is overridden
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _VECTOR = 8
 
 
-@backend_fault("stores-past-end", f"EX-08/unmodified/{TAIL}/float32/exact", "beside out=")
+@backend_fault("stores-past-end", f"EX-08/unmodified/{TAIL}/float32/exact", "next to out=")
 class StoresPastEnd(Calls):
     """Stores each row by vectors of 8, the last one past the end."""
 
@@ -45,7 +45,7 @@ class KeepsScratchPerRows(Calls):
     """Keeps a result for each number of rows that it ever saw."""
 
     def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
-        self.kept.setdefault(len(out), out.clone())
+        self.held.setdefault(len(out), out.clone())
 
 
 @backend_fault("keeps-scratch-per-thread", "TC-18/varied", "threads")
@@ -59,7 +59,7 @@ class KeepsScratchPerThread(Calls):
     def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         if "scratch" not in self._own.__dict__:
             self._own.scratch = np.ones(1 << 18, np.uint8)
-            self.kept[len(self.kept)] = self._own.scratch
+            self.held[len(self.held)] = self._own.scratch
 
 
 @backend_fault("keeps-int8-per-rows", f"TC-18/varied/{NF4}/float32/int8", "numbers of rows")
@@ -75,7 +75,7 @@ class LeaksPerCall(ToyKernel):
 
     def write(self, y: Tensor, out: Tensor) -> None:
         super().write(y, out)
-        self.kept[len(self.kept)] = out.clone()
+        self.held[len(self.held)] = out.clone()
 
 
 @backend_fault("leaks-per-backward", "TC-20/frozen", "memory grew by")
@@ -84,7 +84,7 @@ class LeaksPerBackward(ToyKernel):
 
     def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         weight = super().export(prepared, rows)
-        self.kept[len(self.kept)] = dequantize(weight)
+        self.held[len(self.held)] = dequantize(weight)
         return weight
 
 
@@ -94,7 +94,7 @@ class KeepsAfterDispose(ToyKernel):
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         prepared = super().prepare(weight, request, context)
-        self.kept[len(self.kept)] = prepared
+        self.held[len(self.held)] = prepared
         return prepared
 
 
@@ -124,7 +124,7 @@ class MutatesInput(ToyKernel):
 
 @numeric_fault("halves-input", f"TC-09/values/{NF4}/", "wrote to x", passes_probe=False)
 class HalvesInput(ToyKernel):
-    """Halves x in place and computes right from there: wrong for the caller, right beside what it leaves behind."""
+    """Halves x in place and computes right from there: wrong for the caller, right for what it leaves behind."""
 
     def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
         super().linear(prepared, x.mul_(0.5), out, bias=bias, path=path)
@@ -146,8 +146,8 @@ class MutatesWeight(ToyKernel):
         return super().add_bias(y, bias)
 
 
-@backend_fault("writes-beside-out", "EX-08/unmodified", "beside out=")
-class WritesBeside(ToyKernel):
+@backend_fault("writes-past-out", "EX-08/unmodified", "next to out=")
+class WritesPastOut(ToyKernel):
     """Writes one element past the end of the result."""
 
     def write(self, y: Tensor, out: Tensor) -> None:
@@ -157,8 +157,8 @@ class WritesBeside(ToyKernel):
             out.as_strided((1,), (1,), after).zero_()
 
 
-@numeric_fault("writes-beside-codes", "EX-08/unmodified", "beside qdata")
-class WritesBesideCodes(ToyKernel):
+@numeric_fault("writes-before-codes", "EX-08/unmodified", "next to qdata")
+class WritesBeforeCodes(ToyKernel):
     """Writes one byte before the caller's codes while it prepares, as native code would, past torch."""
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
@@ -167,7 +167,7 @@ class WritesBesideCodes(ToyKernel):
         return super().prepare(weight, request, context)
 
 
-@backend_fault("keeps-dense-scratch", "EX-14/kind", "stay beside")
+@backend_fault("keeps-dense-scratch", "EX-14/kind", "stay besides")
 class DenseScratch(DenseNative):
     """Dequantises into memory that it took for the largest weight so far, and keeps."""
 
@@ -183,14 +183,14 @@ class DenseScratch(DenseNative):
 
 @backend_fault("keeps-dense-in-halves", "EX-14/kind", "prepared tensors")
 class KeepsHalves(ToyKernel):
-    """Keeps the weight in bfloat16 beside the packed one, among its prepared tensors."""
+    """Keeps the weight in bfloat16 next to the packed one, among its prepared tensors."""
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         plain = super().prepare(weight, request, context)
-        return Prepared((self.beside(weight, plain.tensors[-1].numpy()), *plain.tensors), plain.meta)
+        return Prepared((self.further(weight, plain.tensors[-1].numpy()), *plain.tensors), plain.meta)
 
-    def beside(self, weight: PackedWeight, scales: Floats) -> Tensor:
-        """Return what is kept."""
+    def further(self, weight: PackedWeight, scales: Floats) -> Tensor:
+        """Return the tensor to hold."""
         return torch.from_numpy(self.rows(weight, scales, 0, weight.out_features)).to(torch.bfloat16)
 
     def own(self, prepared: Prepared) -> Prepared:
@@ -199,51 +199,51 @@ class KeepsHalves(ToyKernel):
 
 @backend_fault("keeps-dense-levels", "EX-14/kind", "prepared tensors")
 class KeepsLevels(KeepsHalves):
-    """Keeps a byte of each code beside the packed ones, among its prepared tensors."""
+    """Keeps a byte of each code next to the packed ones, among its prepared tensors."""
 
-    def beside(self, weight: PackedWeight, scales: Floats) -> Tensor:
+    def further(self, weight: PackedWeight, scales: Floats) -> Tensor:
         del scales
         return torch.from_numpy(self.codes(weight, 0, weight.out_features))
 
 
-@backend_fault("hides-dense", "EX-14/kind", "stay beside")
+@backend_fault("hides-dense", "EX-14/kind", "stay besides")
 class HidesDense(DenseNative):
     """Dequantises the whole weight when it prepares, and keeps it where only it knows."""
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         prepared = super().prepare(weight, request, context)
-        self.kept[prepared.tensors[-1].data_ptr()] = super().dense(weight, prepared.tensors[-1].numpy())
+        self.held[prepared.tensors[-1].data_ptr()] = super().dense(weight, prepared.tensors[-1].numpy())
         return prepared
 
     def dense(self, weight: PackedWeight, scales: Floats) -> Floats:
-        known = self.kept.get(scales.__array_interface__["data"][0])
+        known = self.held.get(scales.__array_interface__["data"][0])
         return super().dense(weight, scales) if known is None else known
 
 
 class KnowsLevels(ToyKernel):
-    """Reads codes where it has kept them, a byte each, by the place of the packed ones."""
+    """Reads codes that it holds, a byte each, by the place of the packed ones."""
 
     def codes(self, weight: PackedWeight, start: int, stop: int) -> NDArray[np.uint8]:
-        known = self.kept.get(weight.qdata.data_ptr())
+        known = self.held.get(weight.qdata.data_ptr())
         return super().codes(weight, start, stop) if known is None else known[start:stop]
 
 
-@backend_fault("hides-dense-levels", "EX-14/kind", "stay beside")
+@backend_fault("hides-dense-levels", "EX-14/kind", "stay besides")
 class HidesLevels(KnowsLevels):
     """Makes a byte of each code when it prepares, and keeps them where only it knows."""
 
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         prepared = super().prepare(weight, request, context)
         own = self.weight(prepared)
-        self.kept[own.qdata.data_ptr()] = self.moved(super().codes(own, 0, own.out_features))
+        self.held[own.qdata.data_ptr()] = self.moved(super().codes(own, 0, own.out_features))
         return prepared
 
     def moved(self, levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the same levels where they are kept, such as where no memory allocator looks."""
+        """Return the same levels where they are held, such as where no memory allocator looks."""
         return levels
 
 
-@backend_fault("hides-levels-in-file", "EX-14/kind", "stay beside")
+@backend_fault("hides-levels-in-file", "EX-14/kind", "stay besides")
 class HidesInFile(HidesLevels):
     """Keeps a byte of each code in a mapped file."""
 
@@ -254,7 +254,7 @@ class HidesInFile(HidesLevels):
         return area
 
 
-@backend_fault("hides-levels-in-shared-memory", "EX-14/kind", "stay beside")
+@backend_fault("hides-levels-in-shared-memory", "EX-14/kind", "stay besides")
 class HidesInSharedMemory(HidesLevels):
     """Keeps a byte of each code in memory that it could share."""
 
@@ -264,7 +264,7 @@ class HidesInSharedMemory(HidesLevels):
         return area
 
 
-@backend_fault("hides-levels-behind-descriptor", "EX-14/kind", "stay beside")
+@backend_fault("hides-levels-behind-descriptor", "EX-14/kind", "stay besides")
 class HidesBehindDescriptor(ToyKernel):
     """Keeps a byte of each code in a file without a name, and reads what it needs of it."""
 
@@ -275,23 +275,23 @@ class HidesBehindDescriptor(ToyKernel):
         weakref.finalize(self, os.close, file)
         for start, stop in slices(own):
             os.write(file, super().codes(own, start, stop).tobytes())
-        self.kept[own.qdata.data_ptr()] = file
+        self.held[own.qdata.data_ptr()] = file
         return prepared
 
     def codes(self, weight: PackedWeight, start: int, stop: int) -> NDArray[np.uint8]:
-        file, columns = self.kept.get(weight.qdata.data_ptr()), weight.in_features
+        file, columns = self.held.get(weight.qdata.data_ptr()), weight.in_features
         if file is None:
             return super().codes(weight, start, stop)
         line = os.pread(file, (stop - start) * columns, start * columns)
         return np.frombuffer(line, np.uint8).reshape(stop - start, columns)
 
 
-@backend_fault("keeps-levels-when-hot", "EX-14/kind", "stay beside")
+@backend_fault("keeps-levels-when-hot", "EX-14/kind", "stay besides")
 class KeepsLevelsWhenHot(KnowsLevels, Counts):
     """Makes a byte of each code in the tenth call, and keeps them where only it knows."""
 
     def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
         place = weight.qdata.data_ptr()
-        if self.is_hot(scales, x.shape[0], path) and place not in self.kept:
-            self.kept[place] = super().codes(weight, 0, weight.out_features)
+        if self.is_hot(scales, x.shape[0], path) and place not in self.held:
+            self.held[place] = super().codes(weight, 0, weight.out_features)
         return super().product(weight, scales, x, path)

@@ -69,7 +69,7 @@ def _of(op: Op, factor: float = 1 + 2**-20) -> Callable[..., None]:
     return harm
 
 
-def _beside(program: Program, buffers: Sequence[Tensor]) -> None:
+def _before_output(program: Program, buffers: Sequence[Tensor]) -> None:
     view = program.steps[-1].outputs[0]
     if view.offset:
         buffers[view.buffer][view.offset - 1] += 1
@@ -123,7 +123,7 @@ class _Forked(ToyPrograms):
 
 for _name, _part, _says, _facts in (
     ("curves-roughly", "operations", "silu: 1 of 1 elements are wrong", {"harm": _of(Op.SILU, 1.001)}),
-    ("writes-beside", "operations", "was written outside the output", {"harm": _beside}),
+    ("writes-before-output", "operations", "was written outside the output", {"harm": _before_output}),
     ("packs-roughly", "packed", "step 0, linear: 1 of 67 elements are wrong", {"harm": _of(Op.LINEAR)}),
     ("counts-threads", "whole", "3 threads: other bits", {"harm": _with_threads}),
 ):

@@ -88,11 +88,11 @@ class KeepsMemory(ToyProvider):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._kept: list[Tensor] = []
+        self._held: list[Tensor] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         tensor = super().empty(shape, dtype, device)
-        self._kept.append(tensor)
+        self._held.append(tensor)
         return tensor
 
 

@@ -76,7 +76,7 @@ class WrongTile(Spoils):
         return Support.yes(paths, native_state=verdict.native_state)
 
     def spoil(self, y: Floats) -> None:
-        if y.shape[0] >= 200:  # noqa: PLR2004  # beyond every case, and where the probe looks only if it is told
+        if y.shape[0] >= 200:  # noqa: PLR2004  # beyond every case, and where the probe looks only on request
             y[:, -1] *= np.float32(1.125)
 
 
@@ -101,12 +101,12 @@ class BiasFromLine(Calls):
 
 @backend_fault("stores-by-line", f"TC-09/out/{NF4}/float32/exact", "non_finite")
 class StoresByLine(Calls):
-    """Leaves as many of the last elements unwritten as ``out`` begins beside a multiple of 16 bytes."""
+    """Leaves as many of the last elements unwritten as ``out`` begins behind a multiple of 16 bytes."""
 
     def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
-        beside = out.data_ptr() % _LINE // out.element_size()
-        if beside:
-            out.view(-1)[-beside:] = before.view(-1)[-beside:]
+        behind = out.data_ptr() % _LINE // out.element_size()
+        if behind:
+            out.view(-1)[-behind:] = before.view(-1)[-behind:]
 
 
 @backend_fault("loses-corner-tile", "EX-01/tiles", "M = 131: out_of_bound")
@@ -140,8 +140,8 @@ class SplitsUnevenly(ToyKernel):
 
     def accumulate(self, values: Floats, dense: Floats) -> Floats:
         columns = values.shape[1]
-        kept = columns // _TILE // _VECTOR * _TILE * _VECTOR if columns >= _ROWS else columns
-        return super().accumulate(values[:, :kept], dense[:, :kept])
+        shared = columns // _TILE // _VECTOR * _TILE * _VECTOR if columns >= _ROWS else columns
+        return super().accumulate(values[:, :shared], dense[:, :shared])
 
 
 @backend_fault("reads-through-gaps", f"TC-11/cut/{NF4}/float32/exact")
@@ -247,8 +247,8 @@ class PadsWithNeighbours(ToyKernel):
         values = super().inputs(weight, x, path)
         end = x.storage_offset() + (x.shape[0] - 1) * x.stride(0) + x.shape[1]
         if x.untyped_storage().nbytes() // x.element_size() > end:
-            beside = x.as_strided((x.shape[0], 1), (x.stride(0), 1), x.storage_offset() + x.shape[1])
-            values = values + beside.to(torch.float32).numpy() * np.float32(0)
+            next_ = x.as_strided((x.shape[0], 1), (x.stride(0), 1), x.storage_offset() + x.shape[1])
+            values = values + next_.to(torch.float32).numpy() * np.float32(0)
         return values
 
 

@@ -35,7 +35,7 @@ class ToySpikes(ToyKernel):
 
 @backend_fault("drops-a-spike", "EX-22/numbers", "row 0 of 5 has other bits alone")
 class _Drops(ToySpikes):
-    """Loses a little of a row that stands beside no other."""
+    """Loses a little of a row that is computed alone."""
 
     def spikes(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None) -> None:
         super().spikes(prepared, x, out, bias=bias)

@@ -24,7 +24,7 @@ _SEVERAL = 3
 
 @backend_fault("keeps-one-thread", "EX-08/settings", "changed the number of threads")
 class KeepsOneThread(Calls):
-    """Tells torch to use one thread, and never tells it back."""
+    """Sets torch to one thread, and never sets it back."""
 
     def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         torch.set_num_threads(1)

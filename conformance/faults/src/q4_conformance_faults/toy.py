@@ -70,7 +70,7 @@ class ToyKernel:
 
     def __init__(self, name: str = "toy", **capabilities: Any) -> None:
         self.name = name
-        self.kept: dict[Any, Any] = {}  # whatever a fault keeps between calls
+        self.held: dict[Any, Any] = {}  # state of a fault between calls
         declared: dict[str, Any] = {
             "formats": frozenset(BUILTIN_FORMATS),
             "scale_kinds": frozenset(ScaleKind),
@@ -145,8 +145,8 @@ class ToyKernel:
         scale = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
         with np.errstate(invalid="ignore", divide="ignore"):
             whole = np.where(scale > 0, np.rint(blocks / scale), 0) * scale
-        kept: Floats = np.where(np.isfinite(scale), whole, np.nan).astype(np.float32)
-        return kept.reshape(rows, -1)[:, :columns]
+        result: Floats = np.where(np.isfinite(scale), whole, np.nan).astype(np.float32)
+        return result.reshape(rows, -1)[:, :columns]
 
     def product(self, weight: PackedWeight, scales: Floats, x: Tensor, path: str) -> Floats:
         """Return ``x @ wᵀ``, float32 [M, N]."""
@@ -253,7 +253,7 @@ class Calls(ToyKernel):
         return bias
 
     def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
-        """Change the result; ``before`` is what stood there."""
+        """Change the result; ``before`` is its earlier content."""
 
 
 def _as_numpy(tensor: Tensor) -> NDArray[Any]:

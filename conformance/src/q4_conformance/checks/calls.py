@@ -60,7 +60,7 @@ def _check_leading(case: Case, subject: Subject) -> str:
 def _check_strided(case: Case, subject: Subject) -> str:
     """Inputs that are not contiguous, or start at an odd place, are refused by a typed error or computed right.
 
-    Beside every input stands NaN, so that a read past its end shows even where it is multiplied by zero.
+    NaN surrounds every input, so that a read past its end shows even where it is multiplied by zero.
     """
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     inputs = layer.weight.in_features
@@ -119,7 +119,7 @@ def _check_repeat(case: Case, subject: Subject) -> str:
 _THREADS, _LAYERS = 4, 3
 
 
-def _beside(case: Case, subject: Subject, first: Layer) -> list[Layer]:
+def _further_layers(case: Case, subject: Subject, first: Layer) -> list[Layer]:
     """Return layers over other weights of the same form: in the first one's session, where it has one."""
     seeds = range(case.weight_recipe.seed + 1, case.weight_recipe.seed + _LAYERS)
     weights = [attrs.evolve(case.weight_recipe, seed=seed).build() for seed in seeds]
@@ -132,7 +132,7 @@ def _beside(case: Case, subject: Subject, first: Layer) -> list[Layer]:
 def _check_threads(case: Case, subject: Subject) -> str:
     weight = case.weight()
     first = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-    layers = [first, *_beside(case, subject, first)]
+    layers = [first, *_further_layers(case, subject, first)]
     inputs = [draw(case, first, rows, seed) for rows in rows_of(case, first) for seed in case.seeds]
     expected = [[layer(x).clone() for x in inputs] for layer in layers]
     start = threading.Barrier(_THREADS)
@@ -151,7 +151,7 @@ def _check_threads(case: Case, subject: Subject) -> str:
         return problems
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        problems = {problem for told in pool.map(run, range(_THREADS)) for problem in told}
+        problems = {problem for found in pool.map(run, range(_THREADS)) for problem in found}
     expect(not problems, "; ".join(sorted(problems)))
     return f"{_THREADS} threads, {_LAYERS} layers and one of each thread, {3 * _THREADS * len(inputs)} calls"
 
@@ -170,22 +170,22 @@ def _check_unmodified(case: Case, subject: Subject) -> str:
     for source in draws(case, layer):
         rows = source.shape[0]
         around, x = _guarded(source, torch.nan)
-        kept = around.clone().view(torch.uint8)
+        given = around.clone().view(torch.uint8)
         y = layer(x)
-        what = f"M = {rows}: the input, or what stands beside it, was written"
-        expect(torch.equal(around.view(torch.uint8), kept), what)
-        _expect_kept(areas, before)
+        what = f"M = {rows}: the input, or what surrounds it, was written"
+        expect(torch.equal(around.view(torch.uint8), given), what)
+        _expect_unchanged(areas, before)
         judge_call(layer, source, y)
         if subject.has_out:
             area, out = _guarded(torch.zeros_like(y))
             layer(x, out=out)
             judge_call(layer, source, out)
             edges = torch.cat((area[:_GUARD], area[-_GUARD:]))
-            expect(bool((edges == _CANARY).all()), f"M = {rows}: something was written beside out=")
+            expect(bool((edges == _CANARY).all()), f"M = {rows}: something was written next to out=")
     # The core looks closely at the first weight of a kind only; later ones must be left alone, too.
     subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)(source)
-    _expect_kept(areas, before)
-    return "x, bias, weight and the bytes beside"
+    _expect_unchanged(areas, before)
+    return "x, bias, weight and the bytes around them"
 
 
 @check("last_page")
@@ -214,13 +214,13 @@ def _rebuilt(weight: PackedWeight, place: Callable[[str, torch.Tensor], torch.Te
     return rebuilt
 
 
-def _expect_kept(areas: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+def _expect_unchanged(areas: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
     for name, area in areas.items():
         now, was = (item.view(torch.uint8) for item in (area, before[name]))
         edge = _GUARD * area.element_size()
         own = "the bias was written" if name == "bias" else f"the caller's weight was written: {name}"
         expect(torch.equal(now[edge:-edge], was[edge:-edge]), own)
-        expect(torch.equal(now, was), f"something was written beside {name}")
+        expect(torch.equal(now, was), f"something was written next to {name}")
 
 
 def _guarded(tensor: torch.Tensor, canary: float = _CANARY) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,19 +252,19 @@ def _shapes(case: Case) -> Iterator[Case]:
 
 @check("shapes")
 def _check_shapes(case: Case, subject: Subject) -> str:
-    told, missing = [], ""
+    outcomes, missing = [], ""
     for index, shaped in enumerate(_shapes(case)):
         recipe = shaped.weight_recipe
         what = f"seed {case.seeds[0]}, shape {index}: M = {shaped.rows[0]}, N = {recipe.n}, K = {recipe.k}"
         try:
             with within(f"{what}{', flat' if recipe.is_flat else ''}"):
-                told.append(check_awkward(shaped, subject))
+                outcomes.append(check_awkward(shaped, subject))
         except NotDeclaredError as error:
             missing = str(error)
-    if not told:
+    if not outcomes:
         raise NotDeclaredError(missing)
-    refused = sum(outcome.startswith("refused") for outcome in told)
-    return f"seed {case.seeds[0]}: {len(told) - refused} shapes right, {refused} refused"
+    refused = sum(outcome.startswith("refused") for outcome in outcomes)
+    return f"seed {case.seeds[0]}: {len(outcomes) - refused} shapes right, {refused} refused"
 
 
 @check("cut")

@@ -54,7 +54,7 @@ check("detect_nvfp4")(lambda *_: _check_detected(_pair(), "nvfp4", (8, 64), 16))
 
 
 def _planted() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return a checkpoint with one fault in each layer, and the key and code that each fault must be told by."""
+    """Return a checkpoint with one fault in each layer, and the key and code by which each fault must be reported."""
     trio, pair = _trio(), _pair()
     layers: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
         "a": ({key: trio[key] for key in ("weight", "quant_map")}, "absmax", "missing_key"),
@@ -80,11 +80,11 @@ def _check_validate(_case: Case, _subject: object) -> str:
     if schema is None:
         raise FailureError("nothing was detected")
     found = {problem.key: problem.code for problem in validate(schema, tensors)}
-    untold = {key: code for key, code in planted.items() if found.get(key) != code}
-    expect(not untold, f"not told, or told otherwise: {untold}; told: {found}")
+    missed = {key: code for key, code in planted.items() if found.get(key) != code}
+    expect(not missed, f"not reported, or with another code: {missed}; reported: {found}")
     error = raised(SchemaError, lambda: detect_or_fail(tensors), "detect_or_fail accepted a damaged checkpoint")
-    told = {problem.key: problem.code for problem in error.problems}
-    expect(told == found, f"detect_or_fail tells {told}, validate {found}")
+    raised_by = {problem.key: problem.code for problem in error.problems}
+    expect(raised_by == found, f"detect_or_fail reports {raised_by}, validate {found}")
     missing = [key for key in planted if key not in str(error)]
     expect(not missing, f"the message does not name {missing}")
     return f"{len(planted)} faults at once"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from q4core import Format
 
 _BUSY_CYCLES = 100_000_000
-"""About 50 ms of one multiprocessor: long beside any call here, short beside a test."""
+"""About 50 ms of one multiprocessor: long compared with any call here, short compared with a test."""
 _MASTERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -150,8 +150,8 @@ def _segments(device: torch.device) -> int:
 def _check_quiet(case: Case, subject: BackendSubject) -> str:
     """A call with ``out=`` returns before the device has done the work before it, and asks the driver for no memory.
 
-    Asking is what waits for the device and breaks a capture. What torch's allocator has kept may serve as a temporary,
-    which is free at the end of the call.
+    Asking is what waits for the device and breaks a capture. Memory that torch's allocator has cached may serve as a
+    temporary, which is free at the end of the call.
     """
     layer = _on_cuda(case, subject)
     for rows in case.rows:
@@ -194,7 +194,7 @@ def _check_stream(case: Case, subject: BackendSubject) -> str:
             layer(x, out=out)
         stream.synchronize()
         judge_call(layer, given, out)
-    return "after what stands before it on the stream"
+    return "after the work before it on the stream"
 
 
 _DRAWS = 400

@@ -1,4 +1,4 @@
-"""Checks of a dialect: it finds its own and nothing else, tells everything that is wrong, and keeps every byte."""
+"""Checks of a dialect: it finds its own layers and nothing else, reports every problem, and preserves every byte."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ _MISSING, _SHORT, _EMPTY = "missing", "one row short", "empty"
 
 
 def _damages(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor | None]]:
-    """Yield (what, key, what stands there now; None for nothing) for each way in which a tensor can be wrong."""
+    """Yield (what, key, the tensor that replaces it; None for nothing) for each way in which a tensor can be wrong."""
     for key, tensor in tensors.items():
         yield _MISSING, key, None
         if tensor.numel() < 2:  # noqa: PLR2004  # a scalar has no shape to lose
@@ -223,7 +223,7 @@ def _look(
     metadata: Mapping[str, str],
     config: Mapping[str, Any] | None = None,
 ) -> _Look:
-    """Return the layers that are found, and key → code of each problem that is told of them."""
+    """Return the layers that are found, and key → code of each problem that is reported of them."""
     catalogue = Catalogue(tensors, metadata=metadata, config=config)
     layers = subject.find(catalogue)
     return layers, {item.key: item.code for layer in layers for item in subject.problems(layer, catalogue)}
@@ -242,35 +242,35 @@ def _check_validate(case: Case, subject: DialectSubject) -> str:
             broken = {key: value for key, (_, value) in changes.items()}
             what = f"{name}: {', '.join(f'{key} is {way}' for key, (way, _) in changes.items())}"
             left = {key: tensor for key, tensor in {**tensors, **broken}.items() if tensor is not None}
-            layers, told = _look(subject, left, metadata)
-            if layers:  # that zero points must be there, say, is what config.json tells
-                told |= _look(subject, left, metadata, config)[1]
+            layers, reported = _look(subject, left, metadata)
+            if layers:  # only config.json says that zero points must be there, for example
+                reported |= _look(subject, left, metadata, config)[1]
             # One row less may be a smaller layer, and as right as the whole one.
             is_smaller = ways == {_SHORT} and all(item.shape not in {None, weight.shape} for item in layers)
             is_gone = _MISSING in ways and not layers
-            expect(told or is_gone or is_smaller, f"{what}, and nothing is told of the layer")
-            untold = _untold(changes, told)
-            expect(is_gone or not untold, f"{what}, and {untold} is not told")
+            expect(reported or is_gone or is_smaller, f"{what}, and nothing is reported of the layer")
+            missed = _missed(changes, reported)
+            expect(is_gone or not missed, f"{what}, and {missed} is not reported")
             count += 1
         unknown = tensors | {"proj.weight_scale_of_tomorrow": torch.ones(3)}
-        layers, told = _look(subject, unknown, metadata)
-        expect(told or not layers, f"{name}: a scale key that nobody knows is passed over")
+        layers, reported = _look(subject, unknown, metadata)
+        expect(reported or not layers, f"{name}: a scale key that nobody knows is passed over")
         count += 1
     return f"{count} damages"
 
 
 _Damage = tuple[str, "torch.Tensor | None"]
-"""What is wrong, and what stands there."""
+"""What is wrong, and the tensor that is there instead."""
 
 
-def _untold(changes: Mapping[str, _Damage], told: Mapping[str, str]) -> list[str]:
+def _missed(changes: Mapping[str, _Damage], reported: Mapping[str, str]) -> list[str]:
     """Return the damaged keys that are passed over. Of sizes that disagree, either one may be called wrong."""
     gone = {key for key, (way, _) in changes.items() if way == _MISSING}
     wrong = {key for key, (way, _) in changes.items() if way not in {_MISSING, _SHORT, _EMPTY}}
-    missed = [key for key, code in told.items() if code == "missing_key"]
-    # A name may depend on what has gone beside it (the format, say), so that as many others are asked for.
-    is_counted = len(missed) >= len(gone)
-    return sorted((wrong if is_counted else wrong | gone) - set(told))
+    missing = [key for key, code in reported.items() if code == "missing_key"]
+    # A name may depend on what is gone too (the format, for example), so that as many others are asked for.
+    is_counted = len(missing) >= len(gone)
+    return sorted((wrong if is_counted else wrong | gone) - set(reported))
 
 
 def _alone_and_together(damages: list[tuple[str, str, torch.Tensor | None]]) -> Iterator[dict[str, _Damage]]:

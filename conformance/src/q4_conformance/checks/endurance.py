@@ -73,9 +73,9 @@ class Growth:
     def expect_flat(self, turns: int, lost_bytes: float, what: str = "turns") -> str:
         """Return by how much memory grew; ``lost_bytes`` for each turn after the first tenth are too many."""
         limit = int(lost_bytes * (turns - turns // 10))
-        told = f"memory grew by {self.bytes} bytes in {turns} {what}"
-        expect(self.bytes < limit, f"{told}, {limit} at most")
-        return told
+        grown = f"memory grew by {self.bytes} bytes in {turns} {what}"
+        expect(self.bytes < limit, f"{grown}, {limit} at most")
+        return grown
 
     @property
     def bytes(self) -> int:
@@ -119,8 +119,8 @@ def _check_quantise_often(_case: Case, _subject: object) -> str:
         weight = quantize(dense, name)
         expect(_bits(weight) == bits, f"{name}, call {call}: other bytes")
         expect(torch.equal(dequantize(weight, torch.float32), values), f"{name}, call {call}: other numbers")
-    told = growth.expect_flat(CALLS, max(len(bits) for bits, _ in expected.values()) / 10)  # of a packed weight
-    return f"{len(names)} formats, {told}"
+    grown = growth.expect_flat(CALLS, max(len(bits) for bits, _ in expected.values()) / 10)  # of a packed weight
+    return f"{len(names)} formats, {grown}"
 
 
 def _product(
@@ -208,10 +208,10 @@ def train(
         losses.append(take_step(parameters, loss_of, f"step {step}"))
         zero = [name for name, item in parameters.items() if item.grad is None or not item.grad.any()]
         expect(not zero, f"step {step}: the gradient of {', '.join(zero)} is zero")
-    told = growth.expect_flat(STEPS, lost_bytes)
+    grown = growth.expect_flat(STEPS, lost_bytes)
     head, tail = sum(losses[:50]) / 50, sum(losses[-50:]) / 50
     expect(tail < head / 2, f"the loss went from {head:.4g} to {tail:.4g}")
-    return f"loss {head:.4g} to {tail:.4g}, {told}"
+    return f"loss {head:.4g} to {tail:.4g}, {grown}"
 
 
 def take_step(

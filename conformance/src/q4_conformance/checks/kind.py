@@ -42,7 +42,7 @@ def _points(segment: Segment, many: tuple[int, ...]) -> list[Point]:
     The least is called often.
     """
     low, high = segment.low, segment.high
-    if segment.path.interpreted:  # takes seconds a call and stands for no device: it is watched once
+    if segment.path.interpreted:  # takes seconds a call and says nothing about a device: it is watched once
         return [Point(segment.path, low)]
     rows = sorted({low, *(max(low, item if high is None else min(item, high)) for item in many)})
     return [Point(segment.path, item, is_often=item == low) for item in rows]
@@ -67,7 +67,7 @@ def _selections(case: Case, subject: BackendSubject, weight: PackedWeight) -> It
 
 @check("kind")
 def _check_kind(case: Case, subject: BackendSubject) -> str:
-    """A path that says KERNEL holds no dense weight: none is kept, and none is there at any time in a call.
+    """A path that says KERNEL holds no dense weight: none is stored, and none is there at any time in a call.
 
     Each path is watched in the first dtype and activation precision in which it serves.
     """
@@ -96,7 +96,7 @@ def _check_kind(case: Case, subject: BackendSubject) -> str:
 
 
 def _watch(case: Case, subject: BackendSubject, points: list[Point], weight: PackedWeight) -> Iterator[str]:
-    """Weigh a prepared weight, beside smaller and larger ones of its form."""
+    """Weigh a prepared weight, compared with smaller and larger ones of its form."""
 
     def bench(n: int, k: int) -> Bench:
         """Prepare a weight of this size, to be called wherever the same paths serve it."""

@@ -1,4 +1,4 @@
-"""Checks of a layer's duties beside its numbers: refusals, state, export, and the truth of its record."""
+"""Checks of a layer besides its numbers: refusals, state, export, and the truth of its record."""
 
 from __future__ import annotations
 
@@ -189,8 +189,8 @@ def _check_ranges(case: Case, subject: BackendSubject) -> str:
     for low, high in _RANGES:
         layer = subject.layer(weight, dtype=case.dtype, precision=case.precision, m=(low, high))
         segments = layer.diagnostics().segments
-        told = f"for M in {low}…{'∞' if high is None else high}"
-        expect((segments[0].low, segments[-1].high) == (low, high), f"{told}: the record says {segments}")
+        range_ = f"for M in {low}…{'∞' if high is None else high}"
+        expect((segments[0].low, segments[-1].high) == (low, high), f"{range_}: the record says {segments}")
         ends = {end for segment in segments for end in segment.m if end is not None}
         named = {rows for segment in segments for rows in segment.path.probe_rows}
         inside = {rows for rows in named if low <= rows and (high is None or rows <= high)}
@@ -198,5 +198,5 @@ def _check_ranges(case: Case, subject: BackendSubject) -> str:
             x = draw(case, layer, rows)
             judge_call(layer, x, layer(x))
             calls += 1
-        expect(layer.diagnostics().proven, f"{told}: the paths are not proven")
+        expect(layer.diagnostics().proven, f"{range_}: the paths are not proven")
     return f"{len(_RANGES)} ranges, {calls} calls"

@@ -38,12 +38,12 @@ def _of_each_example(judge: Callable[[LayerSubject, Any], str]) -> Callable[[Cas
     def run(_case: Case, subject: LayerSubject) -> str:
         if subject.lacks:
             raise NotDeclaredError(subject.lacks)
-        told = []
+        seen = []
         for example in subject.examples:
             torch.manual_seed(_SEED)
             with within(f"layer type {subject.name!r}, options {dict(example.options)}"):
-                told.append(judge(subject, example))
-        return "; ".join(told)
+                seen.append(judge(subject, example))
+        return "; ".join(seen)
 
     return run
 
@@ -154,9 +154,9 @@ def _check_layer_training(subject: LayerSubject, example: Any) -> str:
     losses = _train(subject, subject.make(example).train(), subject.draw(example, 4, example.shape), _STEPS)
     if not losses:
         return "nothing to train"
-    told = f"loss {losses[0]:.4g} to {losses[-1]:.4g}"
-    expect(losses[-1] < losses[0], f"{_STEPS} steps took the {told}")
-    return told
+    change = f"loss {losses[0]:.4g} to {losses[-1]:.4g}"
+    expect(losses[-1] < losses[0], f"{_STEPS} steps took the {change}")
+    return change
 
 
 @check("layer_lifetime")
@@ -180,7 +180,7 @@ def _check_layer_lifetime(subject: LayerSubject, example: Any) -> str:
         grown = sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
     finally:
         gc.unfreeze()
-    kept = sum(end() is not None for end in ends)
-    expect(not kept, f"{kept} of {len(ends)} layers live on")
-    expect(grown < _LIVES, f"{grown} tensors live on after {_LIVES} layers")  # what is kept once is no loss
+    alive = sum(end() is not None for end in ends)
+    expect(not alive, f"{alive} of {len(ends)} layers live on")
+    expect(grown < _LIVES, f"{grown} tensors live on after {_LIVES} layers")  # what is stored once is no leak
     return f"{len(ends)} layers gone"

@@ -50,8 +50,8 @@ def _check_prepare_again(case: Case, subject: BackendSubject) -> str:
     same = first.meta == second.meta and repr(first.meta) == repr(second.meta)
     expect(same, f"prepared again, meta is {second.meta!r}, was {first.meta!r}")
     other = attrs.evolve(case.weight_recipe, seed=977).build()
-    kept = subject.prepare(other, subject.request(other, dtype=case.dtype, precision=ActivationPrecision.EXACT))
-    expect(kept.meta == first.meta, f"another weight of the same form has the meta {kept.meta!r}, not {first.meta!r}")
+    again = subject.prepare(other, subject.request(other, dtype=case.dtype, precision=ActivationPrecision.EXACT))
+    expect(again.meta == first.meta, f"another weight of the same form has the meta {again.meta!r}, not {first.meta!r}")
     for which, prepared in (("second", second), ("first", first)):
         for segment, (x, y) in results.items():
             out = torch.full_like(y, torch.nan)

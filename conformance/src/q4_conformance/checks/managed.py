@@ -55,13 +55,14 @@ def _expect_same_numbers(layer: Q4Linear, plain: Q4Linear, x: torch.Tensor, wher
 def _check_prefer_unified(_case: Case, _subject: object) -> str:
     plain, preferred = (_layer(policy, make_registry()) for policy in (UnifiedMemoryPolicy.DISABLED, _PREFER))
     _expect_same_numbers(preferred, plain, _x(), "after the fallback")
-    told = preferred.diagnostics().memory
-    expect(told and all(line.startswith("fallback") for line in told), f"memory is recorded as {told}")
+    recorded = preferred.diagnostics().memory
+    is_fallback = recorded and all(line.startswith("fallback") for line in recorded)
+    expect(is_fallback, f"memory is recorded as {recorded}")
     expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
     tensor = torch.arange(6.0)
     placed, decision = make_registry().placer(_PREFER, device="cpu").weight(tensor)
     expect(placed is tensor and decision.action == "fallback" and decision.reason, f"{decision}")
-    return str(told[0])
+    return str(recorded[0])
 
 
 @check("require_unified")
@@ -142,19 +143,20 @@ def _check_prefer_provider(_case: Case, subject: MemorySubject) -> str:
     x = _x().to(subject.device)
     plain = _layer(UnifiedMemoryPolicy.DISABLED, subject.registry(), subject.device)
     expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
-    unable = unable_provider(subject.provider, "told so by the kit", {"concurrentManagedAccess": 0})
+    unable = unable_provider(subject.provider, "set by the kit", {"concurrentManagedAccess": 0})
     fallen = _layer(_PREFER, subject.registry(unable), subject.device)
-    told = fallen.diagnostics().memory
-    expect(told and all("fallback" in line and "told so by the kit" in line for line in told), f"recorded: {told}")
+    recorded = fallen.diagnostics().memory
+    is_fallback = recorded and all("fallback" in line and "set by the kit" in line for line in recorded)
+    expect(is_fallback, f"recorded: {recorded}")
     _expect_same_numbers(fallen, plain, x, "after the fallback")
     subject.require_available()
     layer = _layer(_PREFER, subject.registry(), subject.device)
     _expect_same_numbers(layer, plain, x, "in managed memory")
-    told = layer.diagnostics().memory
-    expect(told and not any("fallback" in line for line in told), f"recorded: {told}")
+    recorded = layer.diagnostics().memory
+    expect(recorded and not any("fallback" in line for line in recorded), f"recorded: {recorded}")
     managed = [name for name, buffer in layer.named_buffers() if subject.provider.is_managed(buffer)]
     expect(managed, "nothing of the layer is in managed memory")
-    return f"{len(managed)} buffers managed; {told[0]}"
+    return f"{len(managed)} buffers managed; {recorded[0]}"
 
 
 @check("require_provider")
@@ -163,7 +165,7 @@ def _check_require_provider(_case: Case, subject: MemorySubject) -> str:
     provider: Any = subject.provider
     if subject.availability():
         attributes = {"concurrentManagedAccess": 0, "pageableMemoryAccess": 0}
-        provider = unable_provider(provider, "told so by the kit", attributes)
+        provider = unable_provider(provider, "set by the kit", attributes)
     return _expect_refused(subject.registry(provider), subject.device, (provider,))
 
 

@@ -75,15 +75,15 @@ def _expected(  # noqa: PLR0911  # one return per rule of the contract
 
 def _others(subject: BackendSubject, availability: str) -> tuple[Backend, ...]:
     """Return the subject as it is available, or nobody."""
-    message = unique("told so by the kit")
-    stands: dict[str, tuple[Backend, ...]] = {
+    message = unique("set by the kit")
+    others: dict[str, tuple[Backend, ...]] = {
         "available": (subject.backend,),
         "refused": (unavailable(subject.backend, message),),
         "broken": (Proxy(subject.backend, verdict=RuntimeError(message)),),
         "leaving": (Proxy(subject.backend, verdict=SystemExit(message)),),  # which must not end the process
         "absent": (),
     }
-    return stands[availability]
+    return others[availability]
 
 
 @check("mix")
@@ -124,8 +124,8 @@ def _check_one_mix(
     request = Request.for_weight(weight, precision=ActivationPrecision.EXACT, device=module.device, dtype=case.dtype)
     asked = select(request, config, registry=session.registry).backend_request
     state = session.registry.backends()[winner].check(asked).native_state
-    told = f"the native state is {record.native_load_state!r}, the backend says {state!r}"
-    expect(record.native_load_state == state, told)
+    what = f"the native state is {record.native_load_state!r}, the backend says {state!r}"
+    expect(record.native_load_state == state, what)
     expect(bool(record.fallback_reason) == expected.is_fallback, f"fallback reason {record.fallback_reason!r}")
     rejected = {item.backend: item for item in record.rejections}
     expect(set(rejected) == set(states) - {winner}, f"rejections of {sorted(rejected)}, there are {sorted(states)}")
@@ -181,5 +181,5 @@ def _expect_events(recording: Recording, record: Diagnostics) -> None:
         got = selected[0].get(field)
         expect(got == value, f"the event says {field} = {got!r}, not {value!r}")
     reasons = [record.fallback_reason] if record.fallback_reason else []
-    told = [fields.get("reason") for fields in recording.named("q4.fallback")]
-    expect(told == reasons, f"the events q4.fallback say {told}, not {reasons}")
+    logged = [fields.get("reason") for fields in recording.named("q4.fallback")]
+    expect(logged == reasons, f"the events q4.fallback say {logged}, not {reasons}")

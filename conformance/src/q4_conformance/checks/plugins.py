@@ -1,4 +1,4 @@
-"""Checks that plugins are kept apart: one that is broken is told of, and takes nothing from the others."""
+"""Checks of isolation between plugins: a broken one is reported, and takes nothing from the others."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ def _broken_neighbours(backend: Backend) -> list[tuple[str, object]]:
         plugin_of(Proxy(backend, name="of-no-version", api_version=None)),
         *(plugin_of(Proxy(backend, name="namesake")) for _ in range(2)),
     )
-    return list(zip(_TOLD, plugins, strict=True))
+    return list(zip(_RECORDED, plugins, strict=True))
 
 
-_TOLD = {
+_RECORDED = {
     "raises-when-asked": "libmissing.so.7",
     "brings-strangers": "name",
     **dict.fromkeys(("next-major", "newer-minor", "no-version"), "api_version"),
     **dict.fromkeys(("first-namesake", "second-namesake"), "duplicate"),
 }
-"""Plugin → what its record must speak of."""
+"""Plugin → what its record must mention."""
 
 
-def _expect_told(records: dict[str, PluginRecord]) -> None:
-    for name, word in _TOLD.items():
-        told = "; ".join(records[name].errors)
-        expect(word in told, f"the record of plugin {name!r} does not speak of {word!r}: {told!r}")
+def _expect_recorded(records: dict[str, PluginRecord]) -> None:
+    for name, word in _RECORDED.items():
+        errors = "; ".join(records[name].errors)
+        expect(word in errors, f"the record of plugin {name!r} does not mention {word!r}: {errors!r}")
 
 
 @check("isolation")
@@ -86,13 +86,13 @@ def _check_isolation(case: Case, subject: BackendSubject) -> str:
         layer = attrs.evolve(alone, module=module, session=session)
         calls = judged_calls(layer, [draw(case, layer, rows) for rows in case.rows])
         expect_same_bits(alone, calls, "the layer without broken plugins")
-        _expect_told({record.name: record for record in registry.records()})
+        _expect_recorded({record.name: record for record in registry.records()})
         twice = Registry([*own, ("second plugin", plugin_of(subject.backend))])
         call = functools.partial(Session(config, registry=twice).linear, weight)
         kinds = (UnknownBackendError, BackendUnavailableError)
         error = raised(kinds, call, "a backend served although its name is taken twice")
-        expect("duplicate" in str(error), f"the error does not speak of the duplicate name: {error}")
-    return f"{len(_TOLD)} broken neighbours, and a namesake"
+        expect("duplicate" in str(error), f"the error does not mention the duplicate name: {error}")
+    return f"{len(_RECORDED)} broken neighbours, and a namesake"
 
 
 @check("core_isolation")
@@ -102,7 +102,7 @@ def _check_core_isolation(_case: Case, _subject: object) -> str:
     with recorded(Q4PluginWarning) as recording:
         given = Registry([*_broken_neighbours(reference), (REFERENCE, plugin_of(reference))])
         _expect_serves(given, weight)
-        _expect_told({record.name: record for record in given.records()})
+        _expect_recorded({record.name: record for record in given.records()})
         refused = {item.name: str(item.reason) for item in given.invalid_backends()}
         for name in ("of-next-major", "of-newer-minor", "namesake"):
             expect(name in refused, f"{name!r} is not among the refused backends: {refused}")
@@ -113,10 +113,10 @@ def _check_core_isolation(_case: Case, _subject: object) -> str:
         expect(records[name].state == "failed", f"{name}: state {records[name].state!r}")
         expect(any(word in error for error in records[name].errors), f"{name}: {records[name].errors}")
         expect(any(item.plugin == name for item in by_module.invalid_backends()), f"{name} is not among the rejections")
-    told = {fields["plugin"] for fields in recording.named("q4.plugin")}
-    missing = {*_TOLD, _RAISING} - told
-    expect(not missing, f"no event q4.plugin speaks of {sorted(missing)}")
-    return f"{len(_TOLD)} broken plugins given, 2 broken modules"
+    logged = {fields["plugin"] for fields in recording.named("q4.plugin")}
+    missing = {*_RECORDED, _RAISING} - logged
+    expect(not missing, f"no event q4.plugin mentions {sorted(missing)}")
+    return f"{len(_RECORDED)} broken plugins given, 2 broken modules"
 
 
 def _expect_serves(registry: Registry, weight: Any) -> None:

@@ -93,8 +93,8 @@ def _check_unavailable(case: Case, subject: BackendSubject) -> str:
     with recorded() as record:
         call = functools.partial(Session(config, registry=registry).linear, weight)
         error = raised(BackendUnavailableError, call, "KERNEL_ONLY was served by an unavailable backend")
-        told = {item.backend: [reason.code for reason in item.reasons] for item in error.rejections}
-        expect(told.get(subject.name) == [ReasonCode.NOT_BUILT], f"the error gives the rejections {told}")
+        codes = {item.backend: [reason.code for reason in item.reasons] for item in error.rejections}
+        expect(codes.get(subject.name) == [ReasonCode.NOT_BUILT], f"the error gives the rejections {codes}")
         expect(message in str(error), f"the reason is not in the message: {error}")
         expect(not record.of(Q4FallbackWarning), "a refusal warned of a fallback")
         session = Session(attrs.evolve(config, compute_path=ComputePath.KERNEL_OR_FALLBACK), registry=registry)
@@ -156,7 +156,7 @@ def _damaged(weight: PackedWeight) -> Iterator[tuple[str, PackedWeight]]:
 
 
 _Bad = tuple[str, "torch.Tensor | list[list[float]]", dict[str, torch.Tensor], str]
-"""What is wrong, x, further arguments, and the legal choice that the error must tell."""
+"""What is wrong, x, further arguments, and the legal choice that the error must name."""
 
 
 def _bad_inputs(case: Case, weight: PackedWeight, device: torch.device) -> Iterator[_Bad]:
@@ -188,7 +188,7 @@ def _check_refusals(case: Case, subject: BackendSubject) -> str:
         error = raised(kind, call, f"{what} was accepted")
         expect(name in str(error), f"{what}: the error does not name the layer: {error}")
         expect(error.rule, f"{what}: the error does not say the rule: {error}")
-        expect(legal in str(error), f"{what}: the error does not tell the legal choice {legal!r}: {error}")
+        expect(legal in str(error), f"{what}: the error does not name the legal choice {legal!r}: {error}")
         expect(error.hint, f"{what}: the error does not say what to do: {error}")
 
     before = sum(layer.diagnostics().calls)

@@ -45,7 +45,7 @@ def _scenes_for(subject: BackendSubject) -> ModuleType:
 @check("program_operations")
 @threads(1)
 def check_program_operations(case: Case, subject: BackendSubject) -> str:
-    """Every operation alone has the numbers of float64, within its roundings, and writes nothing beside its output."""
+    """Every operation alone has the numbers of float64, within its roundings, and writes nothing but its output."""
     del case
     scenes = _scenes_for(subject)
     count = 0
@@ -77,8 +77,8 @@ def _judge(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | None)
     wrong = ~(error <= (0 if bound is None else bound + torch.finfo(torch.float32).tiny))
     if bool(wrong.any()):
         place = tuple(int(number) for number in wrong.nonzero()[0])
-        told = f"{int(wrong.sum())} of {wrong.numel()} elements are wrong"
-        raise FailureError(f"{told}; {list(place)} is {found[place].item():.9g}, exact {exact[place].item():.9g}")
+        count = f"{int(wrong.sum())} of {wrong.numel()} elements are wrong"
+        raise FailureError(f"{count}; {list(place)} is {found[place].item():.9g}, exact {exact[place].item():.9g}")
 
 
 def _expect_canaries(scene: Scene, before: Sequence[torch.Tensor], outputs: Sequence[View]) -> None:
@@ -170,17 +170,17 @@ def check_program_refused(case: Case, subject: BackendSubject) -> str:
     scene = scenes.Scene(subject)
     numbers, _ = scenes.decoder(case, scene)
     bound = scene.bound()
-    kept = scene.tensors[numbers.buffer]
+    held = scene.tensors[numbers.buffer]
     wrong = ((-1, 0), (scenes.TOKENS, 0), (2**40, 0), (0, -1), (0, scenes.CAPACITY), (0, -(2**40)))
     for pair in wrong:
-        kept[numbers.offset : numbers.offset + 2] = torch.tensor(pair)
+        held[numbers.offset : numbers.offset + 2] = torch.tensor(pair)
         before = [tensor.clone() for tensor in scene.tensors]
         raised(InputError, bound, f"token {pair[0]} at position {pair[1]} was not refused")
         same = all(map(torch.equal, scene.tensors, before))
         expect(same, f"token {pair[0]} at position {pair[1]} was refused after something was written")
-    kept[numbers.offset : numbers.offset + 2] = torch.tensor([1, 1])
+    held[numbers.offset : numbers.offset + 2] = torch.tensor([1, 1])
     bound()
-    kept.resize_(kept.numel() - 1)
+    held.resize_(held.numel() - 1)
     raised(LifecycleError, bound, "a buffer that was resized was not refused")
     return f"{len(wrong)} numbers, a buffer"
 

@@ -52,7 +52,7 @@ def _prepared(case: Case, subject: BackendSubject) -> tuple[PackedWeight, Prepar
 
 @check("spikes_numbers")
 def check_spikes_numbers(case: Case, subject: BackendSubject) -> str:
-    """Every row has the numbers of float64, and the same bits beside other rows and on any number of threads."""
+    """Every row has the numbers of float64, and the same bits among other rows and on any number of threads."""
     _require_spikes(subject)
     worst = 0.0
     for seed, rows in zip(case.seeds, case.rows, strict=False):

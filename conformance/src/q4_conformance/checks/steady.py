@@ -25,7 +25,7 @@ LOST_PER_THREAD = 1 << 14
 """Bytes that may stay behind per thread: what the system and the interpreter keep of one that has ended."""
 _ROWS, _THREADS = 600, 300
 _MIXED = 211
-"""Has no divisor in common with the number of rows: each number comes once, and small ones stand beside large ones."""
+"""Has no divisor in common with the number of rows: each number comes once, and small ones follow large ones."""
 
 
 @check("calls")
@@ -49,13 +49,13 @@ def _check_varied_calls(case: Case, subject: BackendSubject) -> str:
     for turn in growth.over(_ROWS):
         layer(x[: 1 + turn * _MIXED % _ROWS])
     lost = LOST_RESULTS * y.nbytes / 2  # of what the mean number of rows gives
-    told = growth.expect_flat(_ROWS, lost, "numbers of rows")
+    grown = growth.expect_flat(_ROWS, lost, "numbers of rows")
     growth = Growth(subject.device)
     for _ in growth.over(_THREADS):
         thread = threading.Thread(target=layer, args=(x[:17],))
         thread.start()
         thread.join()
-    return f"{told}; {growth.expect_flat(_THREADS, LOST_PER_THREAD, 'threads')}"
+    return f"{grown}; {growth.expect_flat(_THREADS, LOST_PER_THREAD, 'threads')}"
 
 
 @check("quantise_calls")
@@ -100,5 +100,5 @@ def _check_train_through(case: Case, subject: BackendSubject) -> str:
         return torch.nn.functional.mse_loss(hidden @ after.T, target)
 
     lost = x.shape[0] * weight.in_features * 4 * LOST_RESULTS  # of a gradient
-    parameters = {"what stands before the layer": before, "what stands after the layer": after}
+    parameters = {"what is before the layer": before, "what is after the layer": after}
     return train(parameters, loss_of, subject.device, lost)

@@ -1,4 +1,4 @@
-"""Checks of what stands around a call: torch's modes and settings, other layers, earlier contents, forked processes."""
+"""Checks of the surroundings of a call: torch's modes and settings, other layers, earlier contents, and forks."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _same_in(case: Case, subject: Subject, modes: Mapping[str, Callable[[], Abst
                     "x made in it": layer(x.clone()),
                     "a layer made in it": made[name](x),
                 }
-            for told, y in results.items():
-                expect(torch.equal(y, plain), f"M = {rows}: other bits in {name}, {told}")
+            for what, y in results.items():
+                expect(torch.equal(y, plain), f"M = {rows}: other bits in {name}, {what}")
             expect(torch.equal(made[name](x), plain), f"M = {rows}: other bits outside {name}, a layer made in it")
     return f"{', '.join(modes)}, with a bias"
 
@@ -96,14 +96,14 @@ def _check_thread_counts(case: Case, subject: Subject) -> str:
     for count in _COUNTS:
         with threads(count):
             made = subject.layer(weight, dtype=case.dtype, precision=case.precision)
-            for told, layer in (("made with as many", made), ("made earlier", earlier)):
-                with within(f"{count} threads, a layer {told}"):
+            for what, layer in (("made with as many", made), ("made earlier", earlier)):
+                with within(f"{count} threads, a layer {what}"):
                     judged_calls(layer, draws(case, layer))
     return f"{', '.join(map(str, _COUNTS))} threads"
 
 
 def _other_recipes(case: Case, subject: Subject) -> Iterator[WeightRecipe]:
-    """Yield the case's weight, and others beside it: of other sizes, blocks and, for a backend, formats."""
+    """Yield the case's weight, and others next to it: of other sizes, blocks and, for a backend, formats."""
     base = case.weight_recipe
     kind, block = base.format, base.block_size
     yield base
@@ -134,19 +134,19 @@ def _check_neighbours(case: Case, subject: Subject) -> str:
     """
     made = []
     for index, recipe in enumerate(_other_recipes(case, subject)):
-        beside = attrs.evolve(case, recipe=recipe)
-        weight = beside.weight()
-        bias = make_bias(beside) if index % 2 else None
+        neighbour = attrs.evolve(case, recipe=recipe)
+        weight = neighbour.weight()
+        bias = make_bias(neighbour) if index % 2 else None
         try:
             layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
         except (NotDeclaredError, FailureError) as error:
             if not index or _is_wrong(error):
                 raise
             continue  # what is not served has cases of its own
-        made.append((beside, layer))
-    for beside, layer in (*made, *reversed(made)):
-        with within(f"{beside.weight_recipe.label} among {len(made)} layers"):
-            judged_calls(layer, draws(beside, layer))
+        made.append((neighbour, layer))
+    for neighbour, layer in (*made, *reversed(made)):
+        with within(f"{neighbour.weight_recipe.label} among {len(made)} layers"):
+            judged_calls(layer, draws(neighbour, layer))
         layer(torch.full((max(case.rows), layer.weight.in_features), torch.nan, dtype=case.dtype, device=layer.device))
     return f"{len(made)} layers, forwards and backwards"
 
@@ -181,7 +181,7 @@ def _settings() -> dict[str, Any]:
         "whether gradients are recorded": torch.is_grad_enabled(),
         "whether autocast is on": torch.is_autocast_enabled("cpu"),
         "whether algorithms must be deterministic": torch.are_deterministic_algorithms_enabled(),
-        "whether subnormal numbers are kept": bool((subnormal * 0.5).item()),
+        "whether subnormal numbers are preserved": bool((subnormal * 0.5).item()),
         "numpy's error handling": str(np.geterr()),
     }
 
@@ -195,12 +195,12 @@ def _check_settings(case: Case, subject: Subject) -> str:
     bias = make_bias(case)
     _ = torch.rand(1), np.random.random(), random.random()  # noqa: NPY002, S311  # no state that a seed gives
     before = _settings()
-    for told in ("the first layer", "a second layer"):
+    for which in ("the first layer", "a second layer"):
         layer = subject.layer(weight, bias, dtype=case.dtype, precision=case.precision)
-        _expect_same(before, f"making {told}")
+        _expect_same(before, f"making {which}")
         for x in draws(case, layer):
             y = layer(x)
-            _expect_same(before, f"calling {told}")
+            _expect_same(before, f"calling {which}")
             judge_call(layer, x, y)
     return f"{len(before)} settings"
 
@@ -233,7 +233,7 @@ def judge_fork(same: Callable[[], bool]) -> None:
         try:
             torch.set_num_threads(1)
             os.write(writing, b"" if same() else b"other bits")
-        except BaseException as error:  # noqa: BLE001  # whatever it is, it is told
+        except BaseException as error:  # noqa: BLE001  # whatever it is, it is reported
             os.write(writing, f"{type(error).__name__}: {error}".encode(errors="replace")[:_FORK_TEXT])
         finally:
             os._exit(0)

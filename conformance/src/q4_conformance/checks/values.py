@@ -26,7 +26,7 @@ _MOST_DRAWS = 16
 _ABOVE = 17
 """How far above the first M of a path it is met again: past any whole tile of 16 rows, by one."""
 _MOST_ROWS = 4096
-"""Paths that begin at more rows than this are left to whoever measures speed; the certificate tells them."""
+"""Paths that begin at more rows than this are left to benchmarks; the certificate lists them."""
 _HALF_SHIFT = -8
 """Edge weights hold scales of 2^10: activations this much smaller keep float16 results in range."""
 
@@ -80,7 +80,7 @@ def judge_call(layer: Layer, x: torch.Tensor, y: torch.Tensor) -> tuple[float, n
 
 
 def judged_calls(layer: Layer, inputs: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Call a layer with each input, judge the results, and return them beside their inputs."""
+    """Call a layer with each input, judge the results, and return them with their inputs."""
     calls = [(x, layer(x).clone()) for x in inputs]
     for x, y in calls:
         judge_call(layer, x, y)
@@ -90,7 +90,7 @@ def judged_calls(layer: Layer, inputs: Iterable[torch.Tensor]) -> list[tuple[tor
 def expect_same_bits(
     layer: Callable[[torch.Tensor], torch.Tensor], calls: Iterable[tuple[torch.Tensor, torch.Tensor]], whose: str
 ) -> None:
-    """Raise ``FailureError`` where a layer gives other bits for an input than the result beside it."""
+    """Raise ``FailureError`` where a layer gives other bits for an input than the result next to it."""
     for x, y in calls:
         got = layer(x)
         expect(got.dtype is y.dtype and torch.equal(got, y), f"M = {x.shape[0]}: other bits from {whose}")
@@ -110,7 +110,7 @@ def _sweep(case: Case, layer: Layer) -> str:
             if turn >= len(case.seeds) and not unseen.any():
                 break
         if unseen is not None and unseen.any():
-            raise FailureError(f"M = {rows}: {int(unseen.sum())} elements can't be told from zero in {count} draws")
+            raise FailureError(f"M = {rows}: {int(unseen.sum())} elements within their bound of zero in {count} draws")
     return f"{elements} elements in {count} draws, worst error {worst:.3g} of its bound"
 
 
@@ -125,11 +125,11 @@ def _check_bias(case: Case, subject: Subject) -> str:
     weight = case.weight()
     bias = make_bias(case)
     odd = torch.cat((bias.new_full((1,), torch.nan), bias))[1:]
-    told = ""
+    seen = ""
     for placed in (bias, odd):
         layer = subject.layer(weight, placed, dtype=case.dtype, precision=case.precision)
-        told = _sweep(case, layer)
-    return told
+        seen = _sweep(case, layer)
+    return seen
 
 
 @check("zero_inputs")
@@ -206,7 +206,7 @@ def _check_non_finite(case: Case, subject: Subject) -> str:
     layer = subject.layer(case.weight(), dtype=case.dtype, precision=case.precision)
     places = (layer.weight.in_features // 2, layer.weight.in_features - 1, 0)
     for index, value in enumerate((float("nan"), float("inf"), float("-inf"))):
-        # One row has none beside it.
+        # A single row has no other rows.
         for turn, rows in enumerate(filter(lambda rows: rows > 1, rows_of(case, layer))):
             x = draw(case, layer, rows)
             x[1, places[(index + turn) % len(places)]] = value
@@ -216,7 +216,7 @@ def _check_non_finite(case: Case, subject: Subject) -> str:
             others = [row for row in range(rows) if row != 1]
             reference = exact_linear(layer.weight, x[others], codebook=layer.codebook(rows), roundings=layer.roundings)
             verdict = judge(y[others], reference, out_dtype=case.dtype)
-            expect(verdict.passed, f"M = {rows}, rows beside {value}: {verdict}")
+            expect(verdict.passed, f"M = {rows}, rows next to {value}: {verdict}")
     return "NaN and both infinities"
 
 
@@ -263,11 +263,11 @@ def _check_pair(case: Case, subject: BackendSubject, layer: BackendLayer, out_dt
     if verdict.reasons:
         codes = {reason.code for reason in verdict.reasons}
         if codes != {ReasonCode.DTYPE}:
-            told = "; ".join(str(reason) for reason in verdict.reasons)
-            raise FailureError(f"{what} is declared, and refused for other reasons than the pair: {told}")
+            reasons = "; ".join(str(reason) for reason in verdict.reasons)
+            raise FailureError(f"{what} is declared, and refused for other reasons than the pair: {reasons}")
         return f"{what} refused"
     prepared = subject.prepare(layer.weight, request)
-    for segment in subject.choose(request).segments:  # prepare was told of these, and of no others
+    for segment in subject.choose(request).segments:  # prepare was given these, and no others
         path, rows = segment.path, segment.low
         x = draw(case, layer, rows)
         out = torch.full((rows, layer.weight.out_features), torch.nan, dtype=out_dtype, device=layer.device)

@@ -160,7 +160,7 @@ def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[Cas
 
 def _verify(path: Path, *, as_json: bool) -> None:
     document = read_certificate(path)
-    told = {
+    facts = {
         "file": str(path),
         "undamaged": True,
         "standing": document["standing"],
@@ -172,14 +172,14 @@ def _verify(path: Path, *, as_json: bool) -> None:
         "statement": document["statement"],
     }
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(facts, indent=2))
         return
     console = console_of()
     console.print(Text("✓ undamaged", style="bold green").append(f": {path}", style="default"))
     seal, meaning = line_of(document)
     console.print(Text.assemble((seal, STYLES[document["standing"]]), meaning))
     console.print(f"{title_of(document)} on {document['subject']['device']}: {counted(document)}")
-    console.print(told["installed"])
+    console.print(facts["installed"])
     console.print(Text(document["statement"], style="dim"))
 
 

@@ -137,8 +137,8 @@ def _in_each_dtype(case: Case) -> Iterator[Case]:
 def _and_coarse(*cases: Case) -> Iterator[Case]:
     """Yield cases, and each of them once more for each coarser precision of the activations."""
     yield from cases
-    for case, wish in itertools.product(cases, _COARSE):
-        yield attrs.evolve(case, precision=wish)
+    for case, precision in itertools.product(cases, _COARSE):
+        yield attrs.evolve(case, precision=precision)
 
 
 def _all_ways(case: Case) -> Iterator[Case]:
@@ -156,14 +156,14 @@ def _linear_cases(kind: Format) -> Iterator[Case]:
     text = "every element of every draw lies within the float32 bound"
     for recipe in weight_recipes(kind):
         yield from _in_each_dtype(Case("TC-09", "values", text, "values", recipe=recipe))
-    for wish, recipe in itertools.product(_COARSE, weight_recipes(kind)):
+    for precision, recipe in itertools.product(_COARSE, weight_recipes(kind)):
         coarse = attrs.evolve(recipe, has_coarse_channels=Feature.INPUT_CHANNEL_SCALE in recipe.features)
-        yield from _in_each_dtype(Case("TC-09", "values", text, "values", recipe=coarse, precision=wish))
+        yield from _in_each_dtype(Case("TC-09", "values", text, "values", recipe=coarse, precision=precision))
     if kind.name in {"nvfp4", "mxfp4"}:
         text = "a static activation scale holds for FP4 activations, and changes no other path"
-        for scale, wish in itertools.product(_ACTIVATION_SCALES, (_P.EXACT, _P.FP4)):
+        for scale, precision in itertools.product(_ACTIVATION_SCALES, (_P.EXACT, _P.FP4)):
             static = attrs.evolve(base, activation_scale=scale)
-            case = Case("TC-09", "static", text, "values", recipe=static, precision=wish)
+            case = Case("TC-09", "static", text, "values", recipe=static, precision=precision)
             yield attrs.evolve(case, rows=(1, 20))
             yield attrs.evolve(case, dtype=torch.bfloat16)
     for contract, part, text in (
@@ -212,7 +212,7 @@ def _sized_cases(base: WeightRecipe, kind: Format) -> Iterator[Case]:
 
 
 def _called_cases(base: WeightRecipe) -> Iterator[Case]:
-    """Yield the cases of how, where and beside what a layer is called."""
+    """Yield the cases of how, where and next to what a layer is called."""
     for contract, part, name, text in (
         ("EX-03", "repeat", "repeat", "the same input gives the same bits"),
         ("EX-03", "inference", "inference", "without autograd, or in inference mode, the bits are the same"),
@@ -315,7 +315,7 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
 
 
 def device_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
-    """Return the cases of devices, beside ``linear_cases`` and ``backend_cases``.
+    """Return the cases of devices, in addition to ``linear_cases`` and ``backend_cases``.
 
     Those of graphs, streams and waiting (EX-18) concern CUDA devices alone. Those of quantiser, product and choice run
     wherever the backend does: on the CPU where kernels are interpreted or emulated.

@@ -1,6 +1,6 @@
 """What runs in a process of its own. It talks with ``process.Child`` alone, which starts it.
 
-Before a plugin is loaded, the pipes are put out of its reach: stdin becomes empty and stdout becomes stderr.
+Before a plugin is loaded, the pipes are moved out of its reach: stdin becomes empty and stdout becomes stderr.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _is_under_way(module: str) -> bool:
 
 
 @contextlib.contextmanager
-def _steps(tell: Callable[[str], None], name: str) -> Iterator[None]:
-    """Tell of each plugin whose import begins inside the block; that of who is judged is not to be shut out."""
+def _steps(send: Callable[[str], None], name: str) -> Iterator[None]:
+    """Report each plugin whose import begins inside the block; the hint leaves out the plugin that is judged."""
     names = _names()
     begun: list[str] = []
 
@@ -67,9 +67,9 @@ def _steps(tell: Callable[[str], None], name: str) -> Iterator[None]:
             begun[:] = [*filter(_is_under_way, begun), module]
             plugins = list(dict.fromkeys(names[item] for item in begun))
             hint = "" if plugins[0] == name else f" (Q4_DISABLE_PLUGINS={plugins[0]} shuts it out)"
-            tell(f"importing the plugin {', which imports '.join(map(repr, plugins))}{hint}")
+            send(f"importing the plugin {', which imports '.join(map(repr, plugins))}{hint}")
 
-    tell("loading plugins")
+    send("loading plugins")
     watcher: Any = types.SimpleNamespace(find_spec=find_spec)  # the first finder of modules, which finds none
     sys.meta_path.insert(0, watcher)
     try:
@@ -103,10 +103,10 @@ class _Pipes:
         message: dict[str, Any] = json.loads(line)
         return message
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Send a message, whose texts come from a plugin: none is endless, none can't be written down."""
         message = _plain(message)
-        self._out.write(f"\n{self._mark}{json.dumps(message)}\n")  # what stood before may have no end
+        self._out.write(f"\n{self._mark}{json.dumps(message)}\n")  # what came before may have no end of line
         self._out.flush()
 
 
@@ -145,11 +145,11 @@ def _limit_memory(data_bytes: int) -> None:
 
 
 def _find(pipes: _Pipes) -> tuple[ConformanceTarget, dict[str, Any]]:
-    """Find who is meant and tell so; end where nobody is. Return also what was asked."""
+    """Find the target and send it; exit where there is none. Return also the query."""
     query = pipes.receive()
-    with _steps(lambda step: pipes.tell(step=step), query["name"]):
+    with _steps(lambda step: pipes.send(step=step), query["name"]):
         default_registry().records()
-    pipes.tell(step="asking the plugins what they bring")
+    pipes.send(step="asking the plugins what they bring")
     try:
         target = find_target(query["name"], profile=query["profile"], formats=query["formats"], device=query["device"])
         if target.profile not in {"dialect", "layer"} and target.name != REFERENCE:
@@ -157,10 +157,10 @@ def _find(pipes: _Pipes) -> tuple[ConformanceTarget, dict[str, Any]]:
     except Q4Error as error:
         fields = {name: getattr(error, name) for name in ("what", "name", "rule", "hint")}
         lists = {name: getattr(error, name) for name in ("available", "closest") if hasattr(error, name)}
-        pipes.tell(refused=type(error).__name__, fields={**fields, **lists, "value": str(error.value)})
+        pipes.send(refused=type(error).__name__, fields={**fields, **lists, "value": str(error.value)})
         raise SystemExit(0) from None
     facts = survey(target) if query["survey"] else {}
-    pipes.tell(target=attrs.asdict(target), facts=facts)
+    pipes.send(target=attrs.asdict(target), facts=facts)
     return target, query
 
 
@@ -168,29 +168,29 @@ def _serve(pipes: _Pipes, target: ConformanceTarget, query: dict[str, Any]) -> N
     """Run what is asked for until nobody asks."""
     cases = {case.id: case for case in cases_for(target)}
     subject, fault = None, None
-    pipes.tell(step=f"making {target.name!r}")
+    pipes.send(step=f"making {target.name!r}")
     try:
         subject = subject_for(target)
     except FailureError as error:
         fault = str(error)
     except PLUGIN_FAULTS as error:
         fault = f"{target.name!r} can't be had: {describe_exception(error)}"
-    pipes.tell(step=f"asking {target.name!r} what it offers")
+    pipes.send(step=f"asking {target.name!r} what it offers")
     if query["survey"] and fault is None:
-        pipes.tell(manifest=manifest_of(subject, target.formats), undeclared=split(cases.values(), subject)[1])
+        pipes.send(manifest=manifest_of(subject, target.formats), undeclared=split(cases.values(), subject)[1])
     else:
-        pipes.tell(manifest={}, undeclared={})
+        pipes.send(manifest={}, undeclared={})
     while True:
         order = pipes.receive()
         for name in order.get("cases", ()):
             case = cases[name]
-            pipes.tell(start=name)
+            pipes.send(start=name)
             if fault is None:
                 result = run_case(case, subject)
             else:
                 result = CaseResult(case=name, contract=case.contract, outcome=Outcome.FAIL, message=fault)
-            pipes.tell(result=result.to_dict())
-        pipes.tell(done=True)
+            pipes.send(result=result.to_dict())
+        pipes.send(done=True)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from q4_conformance.contract.cases import weight_recipes
-from q4_conformance.subjects.backend import WISHES
+from q4_conformance.subjects.backend import SERVED_BY
 from q4core import Capabilities, default_registry, find_format, machine_facts
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
@@ -95,7 +95,7 @@ def device_facts(device: str) -> dict[str, Any]:
     """Return what the device of a run is."""
     facts = machine_facts()
     kind, _, index = device.partition(":")
-    told: dict[str, Any] = {
+    described: dict[str, Any] = {
         "device": device,
         "system": facts.system,
         "machine": facts.machine,
@@ -110,9 +110,9 @@ def device_facts(device: str) -> dict[str, Any]:
     }
     if kind == "cuda" and int(index or 0) < len(facts.cuda_devices):
         chosen = facts.cuda_devices[int(index or 0)]
-        told |= {"gpu": chosen.name, "compute_capability": ".".join(map(str, chosen.capability))}
-        told["driver"] = _driver()
-    return told
+        described |= {"gpu": chosen.name, "compute_capability": ".".join(map(str, chosen.capability))}
+        described["driver"] = _driver()
+    return described
 
 
 def _driver() -> str | None:
@@ -125,7 +125,7 @@ def _driver() -> str | None:
 
 
 def survey(target: ConformanceTarget) -> dict[str, Any]:
-    """Return the facts of this machine; the source of who is judged stands in the manifest, which needs it loaded."""
+    """Return the facts of this machine; the source of who is judged is in the manifest, which needs it loaded."""
     broken = {record.name: list(record.errors) for record in default_registry().records() if record.errors}
     own = {name: importlib.metadata.version(name) for name in ("q4core", "q4-conformance")}
     return {
@@ -145,8 +145,8 @@ def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
     for name in formats:
         weight = weight_recipes(find_format(name))[0].build()
         for dtype in sorted(subject.backend.capabilities.dtypes, key=str):
-            for wish in WISHES:
-                request = subject.request(weight, dtype=dtype, precision=wish)
+            for precision in SERVED_BY:
+                request = subject.request(weight, dtype=dtype, precision=precision)
                 if subject.backend.capabilities.refusals(request):
                     continue
                 for path in subject.backend.check(request).paths:
@@ -157,9 +157,9 @@ def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _path_facts(name: str, path: Any) -> dict[str, Any]:
-    told = {"format": name, "path": path.name, "kind": path.kind.value, "precision": path.precision.value}
-    told |= {"tier": int(path.tier), "m": list(path.m), "dtypes": []}
-    return told | {"standing": "interpreted" if path.interpreted else "ran"}
+    row = {"format": name, "path": path.name, "kind": path.kind.value, "precision": path.precision.value}
+    row |= {"tier": int(path.tier), "m": list(path.m), "dtypes": []}
+    return row | {"standing": "interpreted" if path.interpreted else "ran"}
 
 
 _JUDGED = ("backend", "provider", "dialect", "layer_type")
@@ -174,27 +174,27 @@ def _judged_in(subject: object) -> object:
 def manifest_of(subject: Any, formats: Iterable[str] = ()) -> dict[str, Any]:
     """Return what a subject declares, with its source, and for formats the paths that a backend offers.
 
-    Whatever is wrong with it stands under ``fault``; fields may hold anything that the subject has there.
+    ``fault`` describes an error of it; fields may hold anything that the subject has there.
     """
     judged: Any = _judged_in(subject)
     if judged is None:
         return {"name": "q4core", "source": source_of("q4core")}
     kind = type(judged)
-    told: dict[str, Any] = {"name": None, "api_version": None, "class": f"{kind.__module__}.{kind.__qualname__}"}
-    told["source"] = {}
+    manifest: dict[str, Any] = {"name": None, "api_version": None, "class": f"{kind.__module__}.{kind.__qualname__}"}
+    manifest["source"] = {}
     try:
-        told["name"] = getattr(judged, "name", None)
+        manifest["name"] = getattr(judged, "name", None)
         capabilities = getattr(judged, "capabilities", None)
         if isinstance(capabilities, Capabilities):  # before what may raise: it is judged on this
             fields = [field.name for field in attrs.fields(Capabilities)]
-            told["capabilities"] = {name: sorted(map(_plain, getattr(capabilities, name))) for name in fields}
-        told["source"] = source_of(getattr(subject, "package", kind.__module__).partition(".")[0])
+            manifest["capabilities"] = {name: sorted(map(_plain, getattr(capabilities, name))) for name in fields}
+        manifest["source"] = source_of(getattr(subject, "package", kind.__module__).partition(".")[0])
         version = getattr(judged, "api_version", ())
-        told["api_version"] = list(version) if isinstance(version, (list, tuple)) else version
+        manifest["api_version"] = list(version) if isinstance(version, (list, tuple)) else version
         if hasattr(subject, "dialect"):
-            told["formats"] = sorted(judged.formats)
-        if "capabilities" in told and hasattr(subject, "request"):
-            told["offered"] = list(_offered(subject, formats))
+            manifest["formats"] = sorted(judged.formats)
+        if "capabilities" in manifest and hasattr(subject, "request"):
+            manifest["offered"] = list(_offered(subject, formats))
     except PLUGIN_FAULTS as error:  # the cases will judge it
-        told["fault"] = describe_exception(error)
-    return told
+        manifest["fault"] = describe_exception(error)
+    return manifest

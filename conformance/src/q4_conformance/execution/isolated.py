@@ -1,7 +1,7 @@
 """Runs cases in processes of their own, so that a crash or a hang is a result and not the end of the run.
 
 Cases of one format share a process, because starting one costs seconds. Where it dies, or says nothing for too long,
-the case that it was at ends as CRASH or TIMEOUT, and another process takes up the rest.
+the case that it was at ends as CRASH or TIMEOUT, and another process runs the rest.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def due_cases(query: Query) -> tuple[tuple[Case, ...], dict[str, str]]:
 def _split(runner: Judging) -> tuple[ConformanceTarget, tuple[Case, ...], dict[str, str]]:
     """Return who is judged, the cases that are due, and id → reason of those that are not declared."""
     query, target = runner.query, runner.target or _stand_in(runner.query)
-    if not (query.formats or query.only):  # where cases are named, those of other formats are told to be undeclared
+    if not (query.formats or query.only):  # where cases are named, those of other formats are reported as undeclared
         target = narrowed(target, runner.manifest)
     chosen = _chosen(cases_for(target), query.only, runner.manifest)
     undeclared = {case.id: runner.undeclared[case.id] for case in chosen if case.id in runner.undeclared}
@@ -108,7 +108,7 @@ def run_target(  # the facts of one run
 
     Raises:
         UnknownTargetError, ConfigError: Nobody of that name is there, or the query asks for what there is not.
-        MissingReferenceError: The reference is not installed, which the kit needs beside whoever it judges.
+        MissingReferenceError: The reference is not installed, which the kit needs in addition to whoever it judges.
     """
     started = time.monotonic()
     runner = Judging(query, watch, is_over)

@@ -1,7 +1,7 @@
 """A process that may hang, crash, shout, take all memory or leave children behind, and the one hand that holds it.
 
 What it means for us comes through a pipe of its own under a secret mark, so that nothing that it prints can pass for a
-result; what it prints is kept for the message of a crash.
+result; what it prints is stored for the message of a crash.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _START = (
 """What torch is made of outlives every collection: it is looked through neither while it is loaded nor in any case."""
 _TICK = 0.05
 _LINGER = 2.0
-"""How long a process that has told everything may take to end, and its last words to arrive."""
-_KEPT_BYTES = 1 << 14
+"""How long a process that has sent everything may take to end, and its last output to arrive."""
+_TAIL_BYTES = 1 << 14
 _SHOWN = 400
 _FATAL = "Fatal Python error"
 _LINES_BEFORE = 3
 _LINES_OF_STACK = 7
 _LONGEST_LINE = 1 << 22
 _OWNER = "Q4_CONFORMANCE_RUN"
-"""Stands in the environment of everything that a run starts, so that what stays behind is found."""
+"""An environment variable of everything that a run starts, so that processes left behind are found."""
 _PROC = Path("/proc")
 _GIB = 1 << 30
 
@@ -170,7 +170,7 @@ class Child:
         own = {"PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", _OWNER: self._owner}
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             own[name] = os.environ.get(name, str(threads))
-        # Threads that spin while they wait would steal the core of the process beside this one.
+        # Threads that spin while they wait would steal the core of the other process.
         own["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         return {**os.environ, **own}
 
@@ -248,7 +248,7 @@ class Child:
                 stream.close()
 
     def finish(self) -> None:
-        """Let a process that has told everything end by itself, then make sure of it."""
+        """Let a process that has sent everything end by itself, then make sure of it."""
         self._relatives.update(_family(self._process.pid))  # once it has ended, nobody knows whose they were
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -268,4 +268,4 @@ class Child:
     def _read_output(self, stream: IO[bytes]) -> None:
         while piece := os.read(stream.fileno(), 1 << 16):
             self._tail += piece
-            del self._tail[:-_KEPT_BYTES]
+            del self._tail[:-_TAIL_BYTES]

@@ -46,7 +46,7 @@ class Query:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the query leaves out cases by wish."""
+        """Whether the query itself leaves out cases."""
         return bool(self.only or self.formats or self.budget_seconds < math.inf)
 
     @property
@@ -83,7 +83,7 @@ class Run:
         query: What was asked.
         target: Who was judged.
         report: The results.
-        facts: What the first process told of the machine and of who was judged.
+        facts: What the first process reported of the machine and of who was judged.
         manifest: What is declared.
         left_out: How many cases the pairwise choice left out.
         seconds: How long it took.

@@ -160,7 +160,7 @@ class Judging:
                     current = None
                     self.keep(CaseResult.from_dict(message["result"]))
                 if message.get("done"):  # a case without a result now is not asked for again
-                    self._give_up(self._left(cases), Outcome.CRASH, "its process ended well, and told no result")
+                    self._give_up(self._left(cases), Outcome.CRASH, "its process ended well, and sent no result")
                     return
                 if current is None and self._over():
                     raise TimeoutError

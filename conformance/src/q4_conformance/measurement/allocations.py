@@ -3,7 +3,7 @@
 A path that says KERNEL computes from 4-bit data. One that makes the dense weight first holds N × K elements at some
 time. torch's dispatcher sees those that torch makes, and the peak of resident memory shows those of native code. A path
 that decodes a few rows and lets them go holds few at any time, however many in sum. What stays after a call is no peak:
-``taken_bytes`` before and after tells it.
+``taken_bytes`` before and after shows it.
 
 Resident memory says little about one call of a process that has run for long: glibc serves a block of megabytes from
 memory that was freed before, and keeps its pages. So while memory is measured, each block of ``LARGE_BYTES`` or more is
@@ -70,7 +70,7 @@ class _Counter(TorchDispatchMode):
         del types
         inputs = _tensors(args) + _tensors(tuple((kwargs or {}).values()))
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in inputs}  # noqa: SLF001  # what torch tells storages apart by
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}  # noqa: SLF001  # by which torch distinguishes storages
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         for tensor in _tensors((result,)):
             storage = tensor.untyped_storage()

@@ -1,7 +1,7 @@
 """What a kernel path holds, weighed: in a call, from one call to the next, and since ``prepare``.
 
-Beside a dense weight, what a path may hold grows with M (N + K), so that for many rows it is more than a dense weight.
-There a weight of half the sides tells the two apart: what grows with x and y is half there, a dense weight a quarter.
+What a path may hold besides a dense weight grows with M (N + K), so that for many rows it is more than a dense weight.
+There a weight of half the sides distinguishes the two: what grows with x and y is half there, a dense weight a quarter.
 All limits are shares of N × K, derived in docs/tolerances.md.
 """
 
@@ -25,10 +25,10 @@ DENSE_ELEMENTS = 1 / 2
 """The share of a weight's elements of torch's tensors, of any dtype, that may be alive at once in one call."""
 DENSE_BYTES = 1 / 2
 """Bytes for each element of a weight by which one call may raise memory."""
-KEPT_BYTES = 3 / 8
+PREPARED_BYTES = 3 / 8
 """Bytes for each element of a weight by which the prepared tensors may be larger than the packed ones."""
-BESIDE_BYTES = 1 / 2
-"""Bytes for each element of a weight that may stay beside the prepared tensors, from ``prepare`` or from calls."""
+OTHER_BYTES = 1 / 2
+"""Bytes for each element of a weight that may stay besides the prepared tensors, from ``prepare`` or from calls."""
 OVER_HALF_SIDES = 1 / 4
 """What may be more than twice as much as with a weight of half the sides, for each element: elements, or bytes."""
 ACTIVATION_ELEMENTS = 4
@@ -42,7 +42,7 @@ _REMEDY = (
     "or offer the path as PathKind.DEQUANT."
 )
 CALLS = 16
-"""Calls of one path with one number of rows, over which what is kept is looked for."""
+"""Calls of one path with one number of rows, over which growth is looked for."""
 
 
 @attrs.frozen
@@ -59,7 +59,7 @@ class Point:
 
 
 class Bench:
-    """A prepared weight, and calls with x for each point: their memory is told from what the kit itself takes."""
+    """A prepared weight, and calls with x for each point; their memory does not include what the kit itself takes."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class Bench:
             before = taken_bytes(self.device)
             self.prepared = prepare()
             after = taken_bytes(self.device)
-        self.beside: int | None = None
+        self.extra: int | None = None
         """By how much memory grew when the weight was prepared, without the prepared tensors; None if nobody says."""
         if before is not None and after is not None:
-            self.beside = after - before - _new_bytes(self.prepared, weight)
+            self.extra = after - before - _new_bytes(self.prepared, weight)
 
     @property
     def size(self) -> int:
@@ -138,17 +138,17 @@ def weigh(benches: Benches, points: list[Point], where: str) -> Iterator[str]:
     many = [point for point in reversed(points) if benches.half_for(point) is not None]
     few = [point for point in points if point not in many]
     suspects = list(_first_calls(benches, few, many))
-    most = full.weight.nbytes + _limit(full.size * KEPT_BYTES)
-    kept = f"{full.prepared.nbytes} bytes of prepared tensors"
-    expect(full.prepared.nbytes <= most, f"{kept} for a weight of {full.weight.nbytes}, more than {most}")
-    yield kept
+    most = full.weight.nbytes + _limit(full.size * PREPARED_BYTES)
+    prepared = f"{full.prepared.nbytes} bytes of prepared tensors"
+    expect(full.prepared.nbytes <= most, f"{prepared} for a weight of {full.weight.nbytes}, more than {most}")
+    yield prepared
     yield from [_weigh_call(benches, point) for point in (*few, *many)]
     _judge(benches, suspects, where)  # last, because whoever makes dense weights lets libraries keep places for them
     often = [point for point in (*few, *many) if point.is_often]
     for point in often:
-        grown, limit = full.grown([point], CALLS), _limit(full.size * BESIDE_BYTES)
+        grown, limit = full.grown([point], CALLS), _limit(full.size * OTHER_BYTES)
         if grown > limit:
-            text = f"{point}: {grown} bytes stay beside the prepared tensors after {CALLS} calls, more than {limit}"
+            text = f"{point}: {grown} bytes stay besides the prepared tensors after {CALLS} calls, more than {limit}"
             _judge(benches, [_Suspect(text, [point], CALLS)], where)
         _weigh_call(benches, point)
     if often:
@@ -157,7 +157,7 @@ def weigh(benches: Benches, points: list[Point], where: str) -> Iterator[str]:
 
 @attrs.frozen(eq=False)
 class _Suspect:
-    """Too much stays in memory; a larger weight tells whether it is a dense one.
+    """Too much stays in memory; a larger weight shows whether it is a dense one.
 
     What the process took meanwhile for something else is no larger there; a dense weight or its place is.
     """
@@ -173,18 +173,18 @@ class _Suspect:
 def _first_calls(benches: Benches, few: list[Point], many: list[Point]) -> Iterator[_Suspect]:
     """Call each point for the first time, and yield where too much stays."""
     full, half = benches.full, benches.half
-    if full.beside is None:
+    if full.extra is None:
         return
-    stays, limit = full.beside + full.grown(few), _limit(full.size * BESIDE_BYTES)
+    stays, limit = full.extra + full.grown(few), _limit(full.size * OTHER_BYTES)
     if stays > limit:
-        yield _Suspect(f"{stays} bytes stay beside the prepared tensors, more than {limit}", few)
+        yield _Suspect(f"{stays} bytes stay besides the prepared tensors, more than {limit}", few)
     if not many:
         return
-    smaller = half.grown(many)  # first, because what is kept for x and y may be kept for both weights
+    smaller = half.grown(many)  # first, because what is cached for x and y may be cached for both weights
     larger, limit = full.grown(many), _limit(full.size * OVER_HALF_SIDES)
     if larger - smaller > limit:
         rows = ", ".join(map(str, many))
-        text = f"{rows}: {larger + smaller} bytes stay beside the prepared tensors, and {smaller} with half N and K"
+        text = f"{rows}: {larger + smaller} bytes stay besides the prepared tensors, and {smaller} with half N and K"
         yield _Suspect(f"{text}, more than {limit} over twice that", many, explained=larger + smaller)
 
 
@@ -195,7 +195,7 @@ def _judge(benches: Benches, suspects: Iterable[_Suspect], where: str) -> None:
         double = benches.make_double()
         again = double.grown(suspect.points, suspect.calls)
         if suspect.explained is None:
-            again, limit = again + (double.beside or 0), _limit(double.size * BESIDE_BYTES)
+            again, limit = again + (double.extra or 0), _limit(double.size * OTHER_BYTES)
             expect(again <= limit, f"{where}: {suspect.text}, and {again} of a weight four times as large")
         else:
             over, limit = again - suspect.explained, _limit(double.size * OVER_HALF_SIDES)

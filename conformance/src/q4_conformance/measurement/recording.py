@@ -21,7 +21,7 @@ _counter = itertools.count(1)
 
 
 def unique(text: str) -> str:
-    """Return a text that no other call gave, so that what is told once per text is told."""
+    """Return a text that no other call gave, so that what is reported once per text is reported."""
     return f"{text} #{next(_counter)}"
 
 
@@ -68,7 +68,7 @@ def _detached(level: int) -> Iterator[logging.Logger]:
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """Keep events and fallback and probe warnings from whoever runs a case; nothing is kept of what they said.
+    """Keep events and fallback and probe warnings from whoever runs a case; nothing of them is stored.
 
     A case of ten thousand calls would otherwise find the memory that its own recording takes.
     """

@@ -78,7 +78,7 @@ class Fault(enum.Enum):
 
 @attrs.frozen
 class Element:
-    """One element of a result, beside what it should be."""
+    """One element of a result, next to what it should be."""
 
     index: tuple[int, ...]
     got: float
@@ -102,7 +102,7 @@ class Comparison:
         wrong: How many elements are out of their bound.
         total: How many elements were judged.
         blind: bool, shaped as y: elements that are not zero (nor too small for the dtype) and that could not have been
-            told from zero.
+            distinguished from zero.
     """
 
     fault: Fault | None

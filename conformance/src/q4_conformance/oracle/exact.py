@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _SYMMETRIC_ZERO = 8.0
 _EXTRA_STEPS = 8
-"""Roundings beside the K products and sums: at most two levels of the scale, zero, scale, offset, channel, bias."""
+"""Roundings besides the K products and sums: at most two levels of the scale, zero, scale, offset, channel, bias."""
 _ROUNDING = {
     torch.float32: (2.0**-24, 2.0**-150),
     torch.bfloat16: (2.0**-8, 2.0**-134),
@@ -106,7 +106,7 @@ def _channels(weight: PackedWeight) -> NDArray[np.float64]:
 
 
 def _to_input_order(stored: NDArray[np.float64], weight: PackedWeight) -> NDArray[np.float64]:
-    """Put stored column j where in-feature ``input_permutation[j]`` stands."""
+    """Put stored column j in the place of in-feature ``input_permutation[j]``."""
     if weight.input_permutation is None:
         return stored
     result = np.empty_like(stored)

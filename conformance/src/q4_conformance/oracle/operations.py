@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _ROUNDINGS = 16
-"""What an element may round beside its sum: more than any operation needs."""
+"""Roundings of an element in addition to its sum: more than any operation needs."""
 _UNIT = 2.0**-24
 
 

@@ -78,7 +78,7 @@ class WeightRecipe:
 
     @property
     def label(self) -> str:
-        """A short text that tells recipes apart."""
+        """A short text that distinguishes recipes."""
         words = [self.format.name, self.scale_kind.value, str(self.packing).replace(":", "")]
         words.append(f"{self.n}x{self.k}b{self.block_size}")
         words += sorted(feature.value for feature in self.features)

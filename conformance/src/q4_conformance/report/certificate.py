@@ -32,7 +32,7 @@ SCHEMA_VERSION = 1
 STATEMENT = "Self-certified: whoever ran the kit made this document; its hash shows damage and edits, not authorship."
 _LONGEST = 2000
 _NOT_DECLARED = "not declared"
-_TOLD = ("Q4_", "TRITON_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
+_VARIABLES = ("Q4_", "TRITON_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 """Beginnings of the environment variables that may change a result."""
 
 
@@ -62,16 +62,16 @@ def _spelled(value: Any) -> Any:
 
 
 def _result(result: CaseResult) -> dict[str, Any]:
-    told: dict[str, Any] = {"case": result.case, "outcome": result.outcome.value}
+    row: dict[str, Any] = {"case": result.case, "outcome": result.outcome.value}
     if result.paths:
-        told["paths"] = [path_label(path) for path in result.paths]
+        row["paths"] = [path_label(path) for path in result.paths]
     if result.is_fallback:
-        told["fallback"] = True
+        row["fallback"] = True
     if result.outcome is not Outcome.PASS:
-        told["message"] = result.message[:_LONGEST]
+        row["message"] = result.message[:_LONGEST]
     if result.reproducer:
-        told["reproducer"] = result.reproducer[:_LONGEST]
-    return told
+        row["reproducer"] = result.reproducer[:_LONGEST]
+    return row
 
 
 def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
@@ -79,12 +79,12 @@ def not_tested(document: Mapping[str, Any], due: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     subject, manifest, results = document["subject"], document["manifest"], document["results"]
     if subject["profile"] == "dialect" and manifest.get("formats"):
-        beside = _formats_left(subject["formats"], set(manifest["formats"]))
-        rows += [row for row in beside if row["why"] != _NOT_DECLARED]  # no gap: most dialects hold one format
+        left_out = _formats_left(subject["formats"], set(manifest["formats"]))
+        rows += [row for row in left_out if row["why"] != _NOT_DECLARED]  # no gap: most dialects hold one format
     if subject["profile"] == "kernel":
         capabilities = manifest.get("capabilities", {})
         declared = set(capabilities.get("formats", ()))
-        rows += _formats_left(subject["formats"], declared, is_told="formats" in capabilities)
+        rows += _formats_left(subject["formats"], declared, is_known="formats" in capabilities)
         here = subject["device"].partition(":")[0]
         for name in sorted(set(capabilities.get("devices", ())) - {here}):
             rows.append(_row(f"device {name}", f"declared; --device {name} judges it, on a machine that has it"))
@@ -123,9 +123,9 @@ def _unmet(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _formats_left(judged: Sequence[str], declared: set[str], *, is_told: bool = True) -> Iterator[dict[str, Any]]:
+def _formats_left(judged: Sequence[str], declared: set[str], *, is_known: bool = True) -> Iterator[dict[str, Any]]:
     """Yield the formats that a subject was not judged on, whether or not it declares them."""
-    everything = EVERY_FORMAT in declared or not is_told
+    everything = EVERY_FORMAT in declared or not is_known
     for name in BUILTIN_FORMATS:
         if name not in judged:
             is_asked = everything or name in declared
@@ -190,7 +190,7 @@ def make_certificate(run: Run, command: Sequence[str]) -> dict[str, Any]:
             "device": {"device": run.target.device, **run.facts.get("device", {})},
             "run": {
                 "command": list(command),
-                "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TOLD)},
+                "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)},
                 "partial": run.query.is_partial or run.left_out > 0,
                 "left_out": run.left_out,
                 "only": list(run.query.only),

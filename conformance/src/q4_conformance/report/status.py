@@ -1,4 +1,4 @@
-"""What a document stands for, and tells of itself in words: its standing and seal, who was judged, how to repeat it."""
+"""What a document stands for, in words: its standing and seal, who was judged, how to repeat it."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def kind_of(standing: str) -> str:
 
 def sentence_of(document: Mapping[str, Any], standing: str) -> str:
     """Return what a document of a standing says in a sentence."""
-    told = _nothing_shown(document)
-    return f"{_SENTENCES[standing]}; {told}" if told else _SENTENCES[standing]
+    reason = _nothing_shown(document)
+    return f"{_SENTENCES[standing]}; {reason}" if reason else _SENTENCES[standing]
 
 
 def _nothing_shown(document: Mapping[str, Any]) -> str:
@@ -98,7 +98,7 @@ def line_of(document: Mapping[str, Any]) -> tuple[str, str]:
 
 _CORE = "q4core"
 _KINDS = {"dialect": "dialect ", "memory": "memory provider ", "layer": "layer type "}
-"""What stands before a name: dialects are called as the libraries are whose files they read."""
+"""What comes before a name: dialects are called as the libraries are whose files they read."""
 
 
 def subject_of(document: Mapping[str, Any]) -> str:
@@ -113,7 +113,7 @@ def maker_of(document: Mapping[str, Any]) -> str:
     name = source.get("distribution") or source.get("package")
     if not name:
         return ""
-    # The core announces no plugin, so that its own version stands among those of the run.
+    # The core announces no plugin, so that its own version is among those of the run.
     version = source.get("version") or (document["versions"].get(_CORE) if name == _CORE else None)
     return f"{name} {version}" if version else f"{name}, of no version"
 
@@ -168,7 +168,7 @@ def facts_of(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what a reader wants to know of plugin, machine and run, as (label, text)."""
     device, source, versions = document["device"], document["source"], document["versions"]
     name = device.get("gpu") or device.get("processor", "unknown")
-    told = [
+    facts = [
         ("Device", f"{device['device']}: {name}" + (" (interpreter)" if device["interpreted"] else "")),
         ("Compute capability", device.get("compute_capability")),
         ("Driver", device.get("driver")),
@@ -184,7 +184,7 @@ def facts_of(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Hash of the verdicts", document["verdict_hash"]),
         ("Hash of the content", document["content_hash"]),
     ]
-    return [(label, text.strip()) for label, text in told if text and text.strip()]
+    return [(label, text.strip()) for label, text in facts if text and text.strip()]
 
 
 def path_verdict(path: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from q4_conformance.contract.case import part_order
 from q4_conformance.outcome import BAD, BAD_VALUES, Outcome, grouped
-from q4_conformance.subjects.backend import WISHES
+from q4_conformance.subjects.backend import SERVED_BY
 from q4core import BUILTIN_FORMATS
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ NO_FORMAT = "any"
 """Format of a case that has no weight."""
 _LEAST_WORDS = 3
 _FALLBACK = "passed_by_fallback"
-_WISHES = {wish.value: {item.value for item in precisions} for wish, precisions in WISHES.items()}
+_SERVED_BY = {asked.value: {item.value for item in precisions} for asked, precisions in SERVED_BY.items()}
 """Last word of a case's id → the precisions of the paths that serve what it asks for."""
 
 
@@ -97,11 +97,11 @@ def paths_of(
 
     A case that ended without a path, such as a crash, counts against every path that it could have concerned.
     """
-    told = list(results)
+    known = list(results)
     lacking = {format_of(case) for case in missing}
     rows = []
     for kind, path in sorted(facts, key=lambda item: (format_order(item[0]), item)):
-        counts = count(_concerned(told, kind, path))
+        counts = count(_concerned(known, kind, path))
         passed = _all_passed(counts) and not lacking & {kind, NO_FORMAT}
         what, standing = facts[kind, path]
         rows.append({"format": kind, "path": path, "kind": what, "standing": standing, "passed": passed} | counts)
@@ -128,7 +128,7 @@ def _may_concern(result: Mapping[str, Any], kind: str, path: str) -> bool:
         return False
     if result["outcome"] == Outcome.NOT_TESTABLE.value:
         # Nothing ran: what was missing is what the activations asked for need.
-        wanted = _WISHES.get(result["case"].rpartition("/")[2])
+        wanted = _SERVED_BY.get(result["case"].rpartition("/")[2])
         return wanted is None or path.rpartition("/")[2] in wanted
     return result["outcome"] in BAD_VALUES
 

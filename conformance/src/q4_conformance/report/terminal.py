@@ -95,5 +95,5 @@ def show_check(page: Path, fresh: Path | None, *, is_same: bool) -> None:
         console.print(Text(f"✓ every case ended as in {page}", style="bold green"))
         return
     console.print(Text(f"✗ cases ended otherwise than in {page}", style="bold red"))
-    beside = fresh if fresh is not None else "DIR/certificate.md, which --report DIR writes"
-    console.print(f"to see the difference: diff {page} {beside}")
+    other = fresh if fresh is not None else "DIR/certificate.md, which --report DIR writes"
+    console.print(f"to see the difference: diff {page} {other}")

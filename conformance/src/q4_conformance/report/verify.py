@@ -91,7 +91,7 @@ def read_page(path: str | Path) -> Page:
     found, counts, head = _HASH.search(text), _COUNTS.search(text), _FORMATS.search(text)
     if found is None or counts is None or head is None:
         hint = "Name a certificate.md or report.md that `q4 conform NAME --report DIR` wrote."
-        raise _refusal(path, "page", "one that tells the hash of the verdicts", "none", hint)
+        raise _refusal(path, "page", "one with the hash of the verdicts", "none", hint)
     formats = head[1].split(" | ")
     matrix = text[head.end() :].partition("\n\n")[0]
     rows = [row.strip("|").split("|") for row in _ROW.findall(matrix)]
@@ -109,8 +109,8 @@ def _text(path: str | Path) -> str:
             data = file.read(_MOST_BYTES + 1)
         text = data.decode("utf-8")
     except (OSError, ValueError, CheckpointError) as error:
-        told = error.value if isinstance(error, CheckpointError) else str(error)
-        raise _refusal(path, "file", "one that can be read", told, "Name the file that a run wrote.") from error
+        reason = error.value if isinstance(error, CheckpointError) else str(error)
+        raise _refusal(path, "file", "one that can be read", reason, "Name the file that a run wrote.") from error
     if len(data) > _MOST_BYTES:
         raise _refusal(path, "size", f"at most {_MOST_BYTES} bytes", "more", "It is no certificate.")
     return text

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from q4core import Backend, Diagnostics, KernelPath, PackedWeight, Prepared, Q4Linear, Reason, Selection
 
-WISHES = {
+SERVED_BY = {
     ActivationPrecision.EXACT: frozenset({Precision.W4A32, Precision.W4A16}),
     ActivationPrecision.INT16: frozenset({Precision.W4I16}),
     ActivationPrecision.INT8: frozenset({Precision.W4A8}),
@@ -40,11 +40,11 @@ WISHES = {
 
 
 def not_declared(manifest: Any, request: Request) -> list[str]:
-    """Return what ``Capabilities`` do not declare of a request, the activation precision that it wishes for last."""
-    wanted = WISHES.get(request.precision)
+    """Return what ``Capabilities`` do not declare of a request, its activation precision last."""
+    wanted = SERVED_BY.get(request.precision)
     lacks = wanted is not None and not wanted & manifest.precisions
-    wish = [f"activation precision {request.precision.value!r} is not declared"] if lacks else []
-    return [reason.message for reason in manifest.refusals(request)] or wish
+    last = [f"activation precision {request.precision.value!r} is not declared"] if lacks else []
+    return [reason.message for reason in manifest.refusals(request)] or last
 
 
 def plugin_of(*backends: Backend) -> types.SimpleNamespace:
@@ -68,7 +68,7 @@ class BackendLayer:
     weight: PackedWeight
     bias: torch.Tensor | None
     session: Session
-    """Kept, because its end would close the layer."""
+    """Held, because its end would close the layer."""
     paths: Callable[[int], KernelPath]
     ran: set[str] = attrs.field(factory=set)
     """``name|kind|precision|standing`` of every path that the core says has run."""
@@ -88,12 +88,12 @@ class BackendLayer:
             y: torch.Tensor = self.module(x, out=out)
         except BaseException:
             with contextlib.suppress(LookupError):  # a number of rows that no path serves
-                self.tried.add(_told(self.paths(max(x.numel() // max(*x.shape[-1:], 1, 1), 1))))
+                self.tried.add(_label(self.paths(max(x.numel() // max(*x.shape[-1:], 1, 1), 1))))
             raise
         record = self.module.diagnostics()
         for segment, calls in zip(record.segments, record.calls, strict=True):
             if calls:
-                self.ran.add(_told(segment.path))
+                self.ran.add(_label(segment.path))
         return y
 
     def precision(self, rows: int) -> Precision:
@@ -109,7 +109,7 @@ class BackendLayer:
         return self.module.diagnostics()
 
 
-def _told(path: KernelPath) -> str:
+def _label(path: KernelPath) -> str:
     return f"{path.name}|{path.kind.value}|{path.precision.value}|{'interpreted' if path.interpreted else 'ran'}"
 
 
@@ -148,10 +148,10 @@ class BackendSubject:
         self.ran: set[str] = set()
         self.tried: set[str] = set()
 
-    def config(self, **wishes: Any) -> SessionConfig:
-        """Return a configuration that names this backend, with further wishes."""
+    def config(self, **options: Any) -> SessionConfig:
+        """Return a configuration that names this backend, with further options."""
         facts: dict[str, Any] = {"backend": self.name, "compute_path": ComputePath.AUTO, "device": str(self.device)}
-        return SessionConfig(**facts | wishes)
+        return SessionConfig(**facts | options)
 
     def request(self, weight: PackedWeight, **facts: Any) -> Request:
         """Return the request that a layer over ``weight`` makes."""
@@ -204,8 +204,8 @@ class BackendSubject:
         if names and self.device.type != "cpu":  # it says nothing about the device
             raise FailureError(f"on {record.device}, by their own account interpreted: {', '.join(names)}")
         paths = select(request, config, registry=self.registry).path_for
-        kept = None if bias is None else bias.clone()  # a backend that writes to it can't move its own target
-        return BackendLayer(module, weight, kept, session, paths, self.ran, self.tried)
+        own_bias = None if bias is None else bias.clone()  # a backend that writes to it can't move its own target
+        return BackendLayer(module, weight, own_bias, session, paths, self.ran, self.tried)
 
     def choose(self, request: Request, compute_path: ComputePath = ComputePath.AUTO) -> Selection:
         """Return which paths of this backend would serve a request; raises as ``select`` does where none would."""

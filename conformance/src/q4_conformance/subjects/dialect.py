@@ -75,8 +75,8 @@ class DialectSubject:
     def problems(self, layer: LayerSchema, catalogue: Catalogue) -> list[Problem]:
         """Return every problem of a layer: of its keys, missing ones among them, its dtypes and its shapes."""
         missing = [Problem("missing_key", key, "there") for key in layer.keys.values() if key not in catalogue]
-        told = self._list("validate", lambda: [*layer.problems, *self.dialect.validate(layer, catalogue)], Problem)
-        return missing + told
+        reported = self._list("validate", lambda: [*layer.problems, *self.dialect.validate(layer, catalogue)], Problem)
+        return missing + reported
 
     def _ask(self, what: str, call: Callable[[], Any]) -> Any:
         try:

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from q4_conformance.outcome import NotDeclaredError
-from q4_conformance.subjects.backend import WISHES, BackendLayer, BackendSubject
+from q4_conformance.subjects.backend import SERVED_BY, BackendLayer, BackendSubject
 from q4core import ActivationPrecision, Precision
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class FunctionSubject:
         """Return a layer; raises ``NotDeclaredError`` where the function does not claim to serve such a weight."""
         if dtype not in self.dtypes:
             raise NotDeclaredError(f"dtype {dtype} is not declared")
-        if self.precision not in WISHES.get(precision, frozenset(Precision)):
+        if self.precision not in SERVED_BY.get(precision, frozenset(Precision)):
             raise NotDeclaredError(f"activation precision {precision.value!r} is not declared")
         if gradients and not self.has_gradients:
             raise NotDeclaredError("gradients are not declared")

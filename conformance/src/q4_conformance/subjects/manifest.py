@@ -83,11 +83,11 @@ def _weight(recipe: WeightRecipe) -> PackedWeight:
 
 def with_cases(declared: Iterable[str]) -> tuple[str, ...]:
     """Return the formats that the kit has cases of, among those declared."""
-    told = {*declared}
-    return tuple(item for item in BUILTIN_FORMATS if told & {EVERY_FORMAT, item})
+    known = {*declared}
+    return tuple(item for item in BUILTIN_FORMATS if known & {EVERY_FORMAT, item})
 
 
 def declared_in(manifest: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the formats that a manifest declares, of a backend or of a dialect; None where it tells none."""
-    told = manifest.get("formats") or manifest.get("capabilities", {}).get("formats")
-    return None if told is None else tuple(sorted({item for item in told if isinstance(item, str)}))
+    """Return the formats that a manifest declares, of a backend or of a dialect; None where it names none."""
+    formats = manifest.get("formats") or manifest.get("capabilities", {}).get("formats")
+    return None if formats is None else tuple(sorted({item for item in formats if isinstance(item, str)}))

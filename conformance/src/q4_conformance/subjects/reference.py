@@ -16,7 +16,7 @@ REFERENCE = "dequant-fallback"
 
 
 class MissingReferenceError(Q4Error, LookupError):
-    """The reference backend is not there, or does not load, so that nobody can be judged beside it."""
+    """The reference backend is not there, or does not load, so that nobody can be compared with it."""
 
     code = "missing_reference"
 
@@ -38,7 +38,7 @@ def reference_backend() -> Backend:
         raise MissingReferenceError(
             "q4 conform",
             name=f"backend {REFERENCE!r}",
-            rule="installed, because the kit judges beside it",
+            rule="installed, because the kit compares with it",
             value="; ".join(reasons) or "no such backend",
             hint=f"Install q4-{REFERENCE}, and shut it out by no Q4_* variable; `q4 doctor` says what became of it.",
         )

@@ -52,8 +52,8 @@ def call_elsewhere(backend: Backend, layer: Q4Linear, x: torch.Tensor) -> tuple[
     except subprocess.TimeoutExpired as error:
         raise FailureError(f"the other process gave no answer in {_SECONDS} s") from error
     if done.returncode:
-        told = done.stderr.decode(errors="replace").strip()[-800:]
-        raise FailureError(f"the other process ended with {done.returncode}: {told}")
+        output = done.stderr.decode(errors="replace").strip()[-800:]
+        raise FailureError(f"the other process ended with {done.returncode}: {output}")
     weight, y = pickle.loads(done.stdout)  # noqa: S301  # from this very file
     return weight, y
 

@@ -1,7 +1,7 @@
 """Backends that nobody has installed: made by ``module:function``, and lent to the registry as a plugin's.
 
 Copies and pickles of a layer look for their backend in the process's registry. A backend that is judged as an object
-stands in none, so it is lent to the registry for as long as a case needs it there.
+is in none, so it is lent to the registry for as long as a case needs it there.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Proxy(Wrapper):
         """How often it was asked."""
 
     def check(self, request: Request) -> Support:
-        """Answer as told, else as the backend does."""
+        """Answer as ``verdict`` says, else as the backend does."""
         self.checks += 1
         if isinstance(self._verdict, BaseException):
             raise self._verdict
