@@ -102,7 +102,7 @@ def cases() -> Iterator[Case]:
     note = "with a static activation scale"
     yield _nvfp4("nvfp4-float16", *NVFP4QTensor.quantize(source.clone(), 16), source, input_scale=0.0123, notes=note)
     source = dense("modelopt 4", 128, 64, torch.bfloat16)
-    note = "N and K make whole tiles: names and shapes are also ComfyUI's, only config.json tells"
+    note = "N and K make whole tiles: names and shapes are also ComfyUI's, only config.json differs"
     yield _nvfp4("nvfp4-whole-tiles", *NVFP4QTensor.quantize(source.clone(), 16), source, notes=note)
     rows = edges("modelopt", 16, 64, largest=40.0, smallest=2.0**-20)
     note = "zero, -0, tied and tiny blocks; a zero block's scale is 1"

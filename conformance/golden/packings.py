@@ -42,13 +42,13 @@ def _bitsandbytes(count: int) -> bytes:
 
 
 def _q4_0() -> bytes:
-    values = _codes(64).float() - 8  # each block holds -8, so that its scale is 1 and the codes are kept
+    values = _codes(64).float() - 8  # each block holds -8, so that its scale is 1 and the codes stay the same
     rows = gguf.quants.quantize(values.reshape(1, 64).numpy(), gguf.GGMLQuantizationType.Q4_0).reshape(2, 18)
     return rows[:, 2:].tobytes()
 
 
 def _nvfp4() -> tuple[torch.Tensor, bytes]:
-    """Unpack bytes whose values tell their codes (ggml decodes 0 and 8 alike, so 8 is left out)."""
+    """Unpack bytes whose values show their codes (ggml decodes 0 and 8 alike, so 8 is left out)."""
     index = np.arange(32)
     low, high = 1 + (index * 3) % 7, 9 + (index * 5) % 7
     packed = (low | (high << 4)).astype(np.uint8)

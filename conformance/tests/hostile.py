@@ -56,9 +56,9 @@ def eats() -> ToyKernel:
     """Allocate without end."""
 
     def action() -> None:
-        kept = []
+        held = []
         while True:
-            kept.append(bytearray(64 << 20))
+            held.append(bytearray(64 << 20))
 
     return _at_seven(action)
 

@@ -69,7 +69,7 @@ def judging_names(trees: Iterable[ast.AST]) -> set[str]:
 
 
 def unjudged(tree: ast.AST, judging: set[str]) -> list[str]:
-    """Return what is wrong with a module's checks: a return that no judgement stands before, or that says nothing."""
+    """Return what is wrong with a module's checks: a return without a judgement before it, or that says nothing."""
     found = []
     for function in _functions([tree]):
         if not any(isinstance(item, ast.Call) and _called(item) == "check" for item in function.decorator_list):

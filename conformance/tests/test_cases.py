@@ -43,7 +43,7 @@ def test_every_check_exists_and_is_used() -> None:
 
 
 def test_contract_is_covered() -> None:
-    """Every case of the contract, and every extended one, stands in the table."""
+    """Every case of the contract, and every extended one, is in the table."""
     assert {case.contract for case in EVERY} >= CONTRACT | EXTENDED
 
 
@@ -156,12 +156,14 @@ def test_what_takes_long_has_a_longer_limit() -> None:
     assert not [case.id for case in linear_cases() if case.is_slow]
 
 
-def test_id_tells_dtype_and_precision() -> None:
+def test_id_has_dtype_and_precision() -> None:
     """Cases that differ in dtype or precision have ids that differ."""
     recipe = weight_recipes(q4.BUILTIN_FORMATS["nf4"])[0]
     ids = {
-        Case(contract="TC-09", part="values", text="", check="values", recipe=recipe, dtype=dtype, precision=wish).id
+        Case(
+            contract="TC-09", part="values", text="", check="values", recipe=recipe, dtype=dtype, precision=precision
+        ).id
         for dtype in (torch.float32, torch.float16)
-        for wish in q4.ActivationPrecision
+        for precision in q4.ActivationPrecision
     }
     assert len(ids) == 2 * len(q4.ActivationPrecision)

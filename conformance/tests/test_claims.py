@@ -46,7 +46,7 @@ def test_one_claimed_rounding_is_not_two() -> None:
     assert judge(y, exact_linear(weight, x, roundings=2), out_dtype=torch.float32).passed
 
 
-def test_a_zeroed_element_shows_beside_claimed_roundings() -> None:
+def test_a_zeroed_element_shows_in_spite_of_claimed_roundings() -> None:
     """The wider bound of rounded weights still lets no zeroed element pass."""
 
     def function(x: torch.Tensor, weight: q4.PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -76,23 +76,23 @@ def test_one_case_makes_a_report_and_says_so(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "no certificate" in result.stdout
     assert {path.name for path in tmp_path.iterdir()} == {f"report.{kind}" for kind in ("json", "md")}
-    told = read_certificate(tmp_path / "report.json")
-    assert told["standing"] == "partial"
-    assert told["run"]["command"] == ["q4", "conform", "dequant-fallback", "--case", ONE, "--report", str(tmp_path)]
-    assert told["counts"]["pass"] == told["counts"]["passed_by_fallback"] == 1
+    document = read_certificate(tmp_path / "report.json")
+    assert document["standing"] == "partial"
+    assert document["run"]["command"] == ["q4", "conform", "dequant-fallback", "--case", ONE, "--report", str(tmp_path)]
+    assert document["counts"]["pass"] == document["counts"]["passed_by_fallback"] == 1
 
 
 @pytest.mark.slow
 def test_a_failure_is_shown_and_exits_with_1(tmp_path: Path) -> None:
-    """A crash stands in the text with its reason, in the JSON document, and in the status."""
+    """A crash is in the text with its reason, in the JSON document, and in the status."""
     words = ("hostile:leaves", "--format", "nf4", "--case", STRUCK)
     result = _call(*words, "--report", tmp_path)
     assert result.exit_code == 1
     assert STRUCK in result.stdout
     assert "exit code 0" in result.stdout
-    told = _answer(*words, status=1)
-    assert told["certificate"]["standing"] == "failed"
-    assert told["files"] == []
+    document = _answer(*words, status=1)
+    assert document["certificate"]["standing"] == "failed"
+    assert document["files"] == []
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_a_case_that_does_not_exist_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_what_is_not_declared_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A manifest of formats that the kit does not know, or a wish beyond the manifest, is told as what it is."""
+    """A manifest of formats that the kit does not know, or a request beyond the manifest, is reported as what it is."""
     text = """
 import q4core as q4
 from q4_conformance_faults import ToyKernel
@@ -160,14 +160,14 @@ def test_a_limit_that_is_none_is_bad_usage(limit: str) -> None:
 
 
 def test_verify(tmp_path: Path) -> None:
-    """A good certificate is told to be so, and a damaged one is refused."""
+    """A good certificate is reported as undamaged, and a damaged one is refused."""
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     text = to_text(documents.document())
     good.write_text(text, encoding="utf-8")
     bad.write_text(text.replace("made up", "made better"), encoding="utf-8")
-    told = _answer("--verify", good)
-    assert told["undamaged"]
-    assert told["standing"] == "certified"
+    document = _answer("--verify", good)
+    assert document["undamaged"]
+    assert document["standing"] == "certified"
     assert "undamaged" in _call("--verify", good).stdout
     assert isinstance(_call("--verify", bad).exception, CertificateError)
 
@@ -204,7 +204,7 @@ def test_a_message_of_several_lines_is_printed_in_lines(monkeypatch: pytest.Monk
 
 
 def test_a_message_of_many_cases_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cause that fails everything stands there once, with the number of cases and the command of the first."""
+    """One cause that fails everything is printed once, with the number of cases and the command of the first."""
     ends = {
         name: CaseResult(
             case=name,

@@ -33,7 +33,7 @@ def test_a_cuda_device_has_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", ["cuda:9", "xpu:7"])
 @pytest.mark.parametrize("ops", [{"linear"}, {"linear", "quantize"}], ids=["linear", "quantize"])
 def test_what_is_declared_for_an_absent_device_is_not_testable(device: str, ops: set[str]) -> None:
-    """Nothing of it passes or fails: what is not declared is told as ever. TC-17 alone needs no device."""
+    """Nothing of it passes or fails: what is not declared is reported as usual. TC-17 alone needs no device."""
     kind = torch.device(device).type
     subject = BackendSubject(ToyKernel(devices=frozenset({kind}), ops=ops), device=device)
     for case in cases_of([FORMAT], device):
@@ -112,7 +112,7 @@ def test_what_needs_a_cuda_device_says_so(check: str) -> None:
         ([q4.ReasonCode.SHAPE], Outcome.FAIL),
     ],
 )
-def test_missing_hardware_is_told_from_a_broken_build(codes: list[q4.ReasonCode], outcome: Outcome) -> None:
+def test_missing_hardware_differs_from_a_broken_build(codes: list[q4.ReasonCode], outcome: Outcome) -> None:
     """A refusal for hardware alone makes a case not testable; one for anything else is a failure."""
 
     class _Refusing(ToyKernel):

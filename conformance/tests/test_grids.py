@@ -19,8 +19,8 @@ def _int8_per_block(x: np.ndarray, block: int) -> np.ndarray:
     rows, columns = x.shape
     blocks = x.reshape(rows, columns // block, block)
     scale = np.abs(blocks).max(axis=-1, keepdims=True).astype(np.float32) / np.float32(127)
-    kept: np.ndarray = (np.round(blocks / scale) * scale).reshape(rows, columns)
-    return kept
+    rounded: np.ndarray = (np.round(blocks / scale) * scale).reshape(rows, columns)
+    return rounded
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -97,7 +97,7 @@ def test_a_dialect_that_does_nothing_has_no_certificate() -> None:
 
 @pytest.mark.slow
 def test_a_hang_is_a_result() -> None:
-    """The case that hangs ends as TIMEOUT after its time, and the others, which another process takes up, pass."""
+    """The case that hangs ends as TIMEOUT after its time, and the others, which another process runs, pass."""
     report = _report("q4_conformance_faults:hanging", ONLY, limits=Limits(case_seconds=6.0))
     assert _struck(report).outcome is Outcome.TIMEOUT
     assert _struck(report).seconds > 5.0
@@ -121,7 +121,7 @@ def test_a_crash_is_a_result(name: str, words: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 def test_a_failure_brings_its_reproducer() -> None:
-    """The first failure of a contract case tells the smallest shape that fails and what to type, as in one process."""
+    """The first failure of a contract case reports the smallest failing shape and what to type, as in one process."""
     result = _struck(_judge("wrong"))
     assert result.outcome is Outcome.FAIL
     assert result.reproducer
@@ -251,7 +251,7 @@ def test_memory_of_a_process_is_read() -> None:
 
 
 def test_a_process_may_end_after_its_last_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every case keeps the result that was told; nobody is asked for a case that is not there."""
+    """Every case keeps the result that was reported; nobody is asked for a case that is not there."""
     converse = Child.receive
 
     def receive(child: Child, *arguments: Any, **options: Any) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_one_ulp_beyond_rounding_shows_where_sums_are_exact(dtype: torch.dtype) 
 
 
 def test_half_precision_accumulation_shows() -> None:
-    """Sums kept in bfloat16 or float16 are out of bound for a float32 result, and for their own dtype too."""
+    """Sums in bfloat16 or float16 are out of bound for a float32 result, and for their own dtype too."""
     weight, x, reference = _operands(WeightRecipe(format="nf4", n=16, k=512))
     terms = torch.from_numpy(exact_weight(weight)).to(torch.float32) * x[:, None, :]
     for narrow in (torch.bfloat16, torch.float16):

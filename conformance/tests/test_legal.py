@@ -23,8 +23,8 @@ def test_bytes_that_are_no_text_are_spelled_out(tmp_path: Path, monkeypatch: pyt
     """A command and a variable with bytes that are no UTF-8 take no file away, and the document is read back."""
     name = os.fsdecode(b"caf\xe9")
     monkeypatch.setenv("Q4_CACHE", name)
-    told = make_certificate(documents.run(), [*documents.COMMAND, "--report", name])
-    assert len(write_files(tmp_path, told)) == 2
+    document = make_certificate(documents.run(), [*documents.COMMAND, "--report", name])
+    assert len(write_files(tmp_path, document)) == 2
     run = read_certificate(tmp_path / "certificate.json")["run"]
     stranger = attrs.evolve(documents.TARGET, name=f"{name}:make")
     query = Query(name=stranger.name, only=("TC-09",))

@@ -42,7 +42,7 @@ def test_one_bad_end_fails(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.NOT_DECLARED, Outcome.NOT_TESTABLE])
 def test_what_was_not_tested_is_printed_and_not_counted(outcome: Outcome) -> None:
-    """What is not declared or not testable neither passes nor fails, and stands in the text."""
+    """What is not declared or not testable neither passes nor fails, and is in the text."""
     report = Report(subject="s", expected=("a", "b"), results=(_result("a"), _result("b", outcome)))
     assert report.passed
     assert report.counts[Outcome.PASS] == 1

@@ -61,7 +61,7 @@ def test_what_is_no_product_is_chosen_whole(cases: tuple[object, ...]) -> None:
     assert pairwise(cases) == cases  # type: ignore[arg-type]  # cases
 
 
-def test_a_pairwise_run_tells_what_it_left_out() -> None:
+def test_a_pairwise_run_reports_what_it_left_out() -> None:
     """A run of the choice counts the cases that it left out, and is partial where there are some."""
     name = "dequant-fallback"
     whole = [case for case in cases_for(find_target(name)) if case.id.startswith("TC-09/bias/nf4")]

@@ -59,7 +59,7 @@ def test_an_unknown_name_lists_the_names_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wish"),
+    ("name", "options"),
     [
         ("dequant-fallback", {"profile": "core"}),
         ("dequant-fallback", {"profile": "no-such-profile"}),
@@ -71,10 +71,10 @@ def test_an_unknown_name_lists_the_names_there_are() -> None:
         ("dequant-fallback", {"device": "nowhere"}),
     ],
 )
-def test_what_does_not_fit_is_refused(name: str, wish: dict[str, object]) -> None:
+def test_what_does_not_fit_is_refused(name: str, options: dict[str, object]) -> None:
     """A profile, a format or a device that the target does not have is a configuration error."""
     with pytest.raises(q4.ConfigError):
-        find_target(name, **wish)  # type: ignore[arg-type]
+        find_target(name, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_what_was_made_is_judged_on_what_it_declares() -> None:
     assert made.formats == tuple(q4.BUILTIN_FORMATS)
     assert narrowed(made, {"capabilities": {"formats": ["q8_0", "nf4", "nf5"]}}).formats == ("nf4", "q8_0")
     assert narrowed(made, {"formats": [["odd"], "mxfp4"]}).formats == ("mxfp4",)
-    for told in ({}, {"capabilities": {"formats": ["*"]}}):
-        assert narrowed(made, told) == made
+    for manifest in ({}, {"capabilities": {"formats": ["*"]}}):
+        assert narrowed(made, manifest) == made
     named = find_target("dequant-fallback")
     assert narrowed(named, {"capabilities": {"formats": ["nf4"]}}) == named
 

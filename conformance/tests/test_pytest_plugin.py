@@ -112,12 +112,12 @@ def test_a_run_that_ends_early_writes_what_it_knows(run: Callable[..., pytest.Ru
     done.stdout.fnmatch_lines(
         ["pytest ended early: * of * chosen cases have no result", f"written: {tmp_path}/report.json"]
     )
-    told = read_certificate(tmp_path / "report.json")
-    assert (told["standing"], told["kind"]) == ("failed", "report")
-    assert told["missing"]
-    assert len(told["missing"]) + len(told["results"]) > told["counts"]["fail"] >= 1
-    assert told["not_tested"][-1]["what"] == "cases without a result"
-    assert told["run"]["partial"]
+    document = read_certificate(tmp_path / "report.json")
+    assert (document["standing"], document["kind"]) == ("failed", "report")
+    assert document["missing"]
+    assert len(document["missing"]) + len(document["results"]) > document["counts"]["fail"] >= 1
+    assert document["not_tested"][-1]["what"] == "cases without a result"
+    assert document["run"]["partial"]
 
 
 INTERRUPTS = """
@@ -141,14 +141,14 @@ def test_a_run_that_is_interrupted_writes_what_it_knows(
     )  # all cases, which take far longer than the first
     assert done.ret == pytest.ExitCode.INTERRUPTED
     done.stdout.fnmatch_lines(["pytest ended early: *", f"written: {tmp_path}/report.json"])
-    told = read_certificate(tmp_path / "report.json")
-    assert told["standing"] == "failed"
-    assert told["counts"]["fail"] == 0
-    assert told["missing"]
+    document = read_certificate(tmp_path / "report.json")
+    assert document["standing"] == "failed"
+    assert document["counts"]["fail"] == 0
+    assert document["missing"]
 
 
 @pytest.mark.soak
-def test_no_report_is_told_with_the_reason(run: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
+def test_a_missing_report_has_a_reason(run: Callable[..., pytest.RunResult], tmp_path: Path) -> None:
     """A folder that can't be written fails the run, and says why."""
     (tmp_path / "file").write_text("here", encoding="utf-8")
     done = run(RIGHT, "-k", "EX-03", f"--q4-report={tmp_path / 'file'}")
@@ -186,7 +186,7 @@ def test_an_unknown_name_lists_the_names(run: Callable[..., pytest.RunResult]) -
 
 @pytest.mark.soak
 def test_the_mark_is_asked_for(run: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> None:
-    """A test that takes a case and names nobody is told how to."""
+    """A test that takes a case and names nobody gets an error that says how to."""
     pytester.makepyfile(test_other="def test_other(q4_case): pass")
     done = run(RIGHT, "test_other.py")
     assert done.ret != 0

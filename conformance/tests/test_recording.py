@@ -15,7 +15,7 @@ from q4_conformance.subjects.backend import make_registry
 
 
 def test_events_of_a_session_are_recorded() -> None:
-    """Making a layer tells what was selected and prepared."""
+    """Making a layer reports what was selected and prepared."""
     with recorded() as record:
         q4.Session(q4.SessionConfig(device="cpu"), registry=make_registry()).linear(WeightRecipe(format="nf4").build())
     assert {"q4.select", "q4.prepare"} <= {name for name, _ in record.events}
@@ -23,7 +23,7 @@ def test_events_of_a_session_are_recorded() -> None:
 
 
 def test_own_warnings_are_recorded_and_others_are_given_again() -> None:
-    """Fallback warnings are kept; any other warning reaches the filters outside, which make it an error here."""
+    """Fallback warnings are recorded; any other warning reaches the filters outside, which make it an error here."""
     with recorded() as record:
         warnings.warn("because", q4.Q4FallbackWarning, stacklevel=1)
     assert record.of(q4.Q4FallbackWarning) == ["because"]

@@ -55,7 +55,7 @@ def test_what_a_function_does_not_claim_is_not_declared() -> None:
     assert {case.split("/")[1] for case in silent if case.endswith("float32/exact")} == {"out", "gradient"}
 
 
-def test_a_path_that_raised_stands_in_the_failure() -> None:
+def test_a_path_that_raised_is_in_the_failure() -> None:
     """A path that the core does not count, because its call raised, is named where the case failed for it."""
 
     class Raises(ToyKernel):

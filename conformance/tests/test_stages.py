@@ -1,4 +1,4 @@
-"""What keeps a run from its first case is told: which plugin, at what, and within the limit that was asked for."""
+"""What keeps a run from its first case is reported: which plugin, at what, and within the limit that was asked for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the file of a plugin that is loaded beside whoever is judged."""
+    """Return the file of a plugin that is loaded in addition to whoever is judged."""
     monkeypatch.setenv("Q4_PLUGIN_MODULES", NEIGHBOUR)
     return tmp_path / f"{NEIGHBOUR}.py"
 
@@ -102,8 +102,8 @@ def test_a_neighbour_that_ends_the_run_is_named(neighbour: Path, source: str, ou
 
 
 @pytest.mark.slow
-def test_a_plugin_that_fails_at_import_is_told_by_any_of_its_names(neighbour: Path) -> None:
-    """Whoever asks for it is told why it is not there, under its own name or that of a backend that it would bring."""
+def test_a_plugin_that_fails_at_import_is_reported_by_any_of_its_names(neighbour: Path) -> None:
+    """The error says why it is not there, under its own name or that of a backend that it would bring."""
     neighbour.write_text("raise ImportError('libnothing.so.3 is not here')", encoding="utf-8")
     result = _judge(NEIGHBOUR)
     assert result.outcome is Outcome.FAIL
@@ -118,16 +118,16 @@ def test_a_plugin_that_fails_at_import_is_told_by_any_of_its_names(neighbour: Pa
 @pytest.mark.parametrize("field", ["name", "api_version", "capabilities"])
 @pytest.mark.parametrize("junk", _JUNK.values(), ids=_JUNK)
 def test_junk_in_a_manifest_is_no_traceback(field: str, junk: object, tmp_path: Path) -> None:
-    """Whatever stands where a field should, the manifest is told, and every file of it can be written."""
+    """Whatever is in the place of a field, the manifest is reported, and every file of it can be written."""
     kernel = hostile.wrong()
     subject = BackendSubject(kernel)
     setattr(kernel, field, junk)
-    told = manifest_of(subject, ["nf4"])
-    assert told["source"]["package"]
+    manifest = manifest_of(subject, ["nf4"])
+    assert manifest["source"]["package"]
 
 
 def test_an_error_without_a_text_is_a_failure() -> None:
-    """An exception whose text raises is told by its kind."""
+    """An exception whose text raises is reported by its kind."""
     (case,) = (item for item in cases_of(("nf4",), "cpu") if item.id == STRUCK)
     result = run_case(case, BackendSubject(hostile.speaks_not()))
     assert result.outcome is Outcome.FAIL
@@ -150,7 +150,7 @@ def test_a_clock_that_a_subject_sets_is_not_read(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_what_is_no_backend_is_refused_with_the_reason(name: str, words: str) -> None:
-    """A function that makes nothing, or what the core would not take, is told so before any case."""
+    """A function that makes nothing, or what the core would not take, is refused before any case."""
     with pytest.raises((FailureError, RuntimeError), match=words):
         subject_for(ConformanceTarget("kernel", f"hostile:{name}", ("nf4",)))
 
@@ -162,7 +162,7 @@ def test_half_a_function_is_refused(name: str) -> None:
         find_target(name)
 
 
-def test_a_plugin_that_is_shut_out_is_told_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_that_is_shut_out_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for what a variable shuts out reads which plugins are."""
     monkeypatch.setenv("Q4_DISABLE_PLUGINS", "dialects")
     q4.reset_registry()
@@ -175,15 +175,15 @@ def test_a_plugin_that_is_shut_out_is_told_to_be(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_manifest_of_a_class_without_a_module_is_verified(tmp_path: Path) -> None:
-    """What can't be told of a subject makes no document contradict itself."""
+    """What can't be read of a subject makes no document contradict itself."""
     kernel = type("Nameless", (type(hostile.wrong()),), {})("made-up")
     type(kernel).__module__ = None  # type: ignore[assignment]
-    told = manifest_of(BackendSubject(kernel))
-    assert told["name"] == "made-up"
-    assert told["fault"]
-    run = documents.run(manifest={"name": "made-up", "capabilities": {}} | told)
+    manifest = manifest_of(BackendSubject(kernel))
+    assert manifest["name"] == "made-up"
+    assert manifest["fault"]
+    run = documents.run(manifest={"name": "made-up", "capabilities": {}} | manifest)
     write_files(tmp_path, make_certificate(run, ["q4", "conform", "made-up"]))
-    assert read_certificate(next(tmp_path.glob("*.json")))["manifest"]["fault"] == told["fault"]
+    assert read_certificate(next(tmp_path.glob("*.json")))["manifest"]["fault"] == manifest["fault"]
 
 
 @pytest.mark.slow

@@ -19,19 +19,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _rehashed(told: dict[str, Any]) -> dict[str, Any]:
-    return {**told, "content_hash": content_hash(told)}
+def _rehashed(document: dict[str, Any]) -> dict[str, Any]:
+    return {**document, "content_hash": content_hash(document)}
 
 
 _EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "truncated": ("file", lambda told: to_text(told)[:-200]),
+    "truncated": ("file", lambda document: to_text(document)[:-200]),
     "not json": ("file", lambda _: "certified!"),
     "a list": ("schema", lambda _: "[]"),
-    "foreign": ("schema", lambda told: to_text({**told, "schema": "somebody/else"})),
-    "version": ("schema_version", lambda told: to_text({**told, "schema_version": 99})),
-    "edited": ("content_hash", lambda told: to_text({**told, "sentence": "every case passed"})),
-    "lacking": ("content_hash", lambda told: to_text({name: told[name] for name in told if name != "counts"})),
-    "no results": ("document", lambda told: to_text(_rehashed({k: told[k] for k in told if k != "results"}))),
+    "foreign": ("schema", lambda document: to_text({**document, "schema": "somebody/else"})),
+    "version": ("schema_version", lambda document: to_text({**document, "schema_version": 99})),
+    "edited": ("content_hash", lambda document: to_text({**document, "sentence": "every case passed"})),
+    "lacking": (
+        "content_hash",
+        lambda document: to_text({name: document[name] for name in document if name != "counts"}),
+    ),
+    "no results": (
+        "document",
+        lambda document: to_text(_rehashed({k: document[k] for k in document if k != "results"})),
+    ),
 }
 """What may be done to a certificate, and what the refusal names."""
 
@@ -63,8 +69,8 @@ def test_a_certificate_is_read_back(tmp_path: Path) -> None:
     assert read_certificate(path) == made
 
 
-def test_a_page_tells_the_hash_of_the_verdicts(tmp_path: Path) -> None:
-    """The Markdown page tells the hash that a fresh run is compared with; a page without one is refused."""
+def test_a_page_has_the_hash_of_the_verdicts(tmp_path: Path) -> None:
+    """The Markdown page has the hash that a fresh run is compared with; a page without one is refused."""
     page = tmp_path / "certificate.md"
     made = documents.document()
     page.write_text(to_markdown(made), encoding="utf-8")
@@ -105,7 +111,7 @@ def _report(results: list[CaseResult]) -> Report:
 def test_a_certificate_makes_nothing_be_imported(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package that a file names is looked for, never imported, not even what a dotted name lies in."""
     monkeypatch.delitem(sys.modules, "this", raising=False)
-    told = documents.document()
-    told["source"] = {**told["source"], "package": package}
-    assert installed_source(told) == f"{package} is not installed here"
+    document = documents.document()
+    document["source"] = {**document["source"], "package": package}
+    assert installed_source(document) == f"{package} is not installed here"
     assert "this" not in sys.modules

@@ -86,15 +86,15 @@ def test_a_large_block_in_a_freed_piece_is_the_call_s() -> None:
     assert used is None if sys.platform != "linux" else used is not None and used > 7 << 20
 
 
-def test_what_stays_is_told_in_a_bloated_heap() -> None:
-    """What is kept shows whole, what was given back or goes through freed pieces does not."""
+def test_what_stays_shows_in_a_bloated_heap() -> None:
+    """What is held shows whole, what was given back or goes through freed pieces does not."""
     with bloated(), own_mappings():
         before = taken_bytes(CPU)
-        kept = np.ones(8 << 20, np.uint8)
+        held = np.ones(8 << 20, np.uint8)
         np.ones(8 << 20, np.float32)
         _small_blocks()
         after = taken_bytes(CPU)
-        del kept
+        del held
         gone = taken_bytes(CPU)
     if sys.platform != "linux":
         assert before is after is gone is None
@@ -123,7 +123,7 @@ def test_the_heap_works_as_before_afterwards() -> None:
 
 
 def test_a_bloated_process_passes_for_no_dense_weight() -> None:
-    """Memory that a long process freed and takes up again is not counted as the kernel's."""
+    """Memory that a long process freed and reuses is not counted as the kernel's."""
     (case,) = (case for case in backend_cases(["nf4"]) if case.check == "kind")
     small = attrs.evolve(case.weight_recipe, n=1024, k=1024)
     with bloated():
@@ -132,7 +132,7 @@ def test_a_bloated_process_passes_for_no_dense_weight() -> None:
 
 
 def test_what_is_alive_at_once_counts() -> None:
-    """Tensors that are gone before the next count once; those that are kept add up."""
+    """Tensors that are gone before the next count once; those that are held add up."""
     x = torch.ones(1000, 1000)
     assert watch(lambda: [torch.empty(10, 10).copy_(x[:10, :10]) for _ in range(7)]).elements == 700
     assert watch(lambda: [float(x[:10, :10].clone().sum()) for _ in range(7)]).elements == 101

@@ -93,7 +93,7 @@ def test_padding_nibbles_are_not_zero() -> None:
     assert len(np.unique(weight.qdata[:, -1].numpy() >> 4)) > 4
 
 
-def test_labels_tell_recipes_apart() -> None:
+def test_labels_distinguish_recipes() -> None:
     """Recipes that differ have labels that differ."""
     recipes = [
         WeightRecipe(format="nf4"),
