@@ -35,7 +35,9 @@ from q4core import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from q4core import PrepareContext, Request
+    from q4core import Request
+
+_GRADIENT = "EX-05/gradient/q4_0-plain-half_split32-67x96b32-s0/float32/exact"
 
 
 @backend_fault("wrong-export", "EX-16/export", format="q4_0")
@@ -52,9 +54,7 @@ class WrongExport(ToyKernel):
 
 @backend_fault("sends-other-scales", "EX-15/elsewhere", "in the other process the weight differs in its scales")
 @backend_fault("wrong-export-later", "EX-16/export", "its scales", format="q4_0")
-@backend_fault(
-    "wrong-gradient", "EX-05/gradient/q4_0-plain-half_split32-67x96b32-s0/float32/exact", "gradient: ", format="q4_0"
-)
+@backend_fault("wrong-gradient", _GRADIENT, "gradient: ", format="q4_0")
 class WrongExportLater(WrongExport):
     """The same, once the self-probe has seen two right exports."""
 
@@ -98,12 +98,7 @@ class WrongOwnGradient(Differentiates):
             out[:, -1] = 0
 
 
-@backend_fault(
-    "wrong-own-gradient-later",
-    "EX-05/gradient/q4_0-plain-half_split32-67x96b32-s0/float32/exact",
-    "gradient: ",
-    format="q4_0",
-)
+@backend_fault("wrong-own-gradient-later", _GRADIENT, "gradient: ", format="q4_0")
 class WrongOwnGradientLater(WrongOwnGradient):
     """The same, once the self-probe has seen three right ones."""
 
@@ -147,30 +142,28 @@ class CollapsesLevels(ToyKernel):
 class PreparesNothing(ToyKernel):
     """Keeps the weight to itself, and gives no tensors."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        self._weight = super().prepare(weight, request, context)
-        return Prepared((), self._weight.meta)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
+        self._own = prepared
+        return Prepared((), prepared.meta)
 
     def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        super().linear(self._weight, x, out, bias=bias, path=path)
+        super().linear(self._own, x, out, bias=bias, path=path)
 
 
 @numeric_fault("writes-codes-in-prepare", "EX-08/unmodified", "changed the caller's weight")
 class WritesCodes(ToyKernel):
     """Writes to the caller's codes before it prepares them, so that it agrees with the weight as it then is."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+    def on_prepare(self, weight: PackedWeight) -> None:
         weight.qdata.bitwise_xor_(0x11)
-        return super().prepare(weight, request, context)
 
 
 @numeric_fault("writes-scales-in-prepare", f"TC-09/values/{NF4}/", "changed the caller's weight")
 class WritesScales(ToyKernel):
     """Writes to the caller's scales by their address, which torch does not count, before it prepares them."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+    def on_prepare(self, weight: PackedWeight) -> None:
         weight.scale.numpy()[...] *= 2
-        return super().prepare(weight, request, context)
 
 
 @numeric_fault("writes-in-later-prepare", "EX-08/unmodified", "weight was written: scale")
@@ -179,8 +172,7 @@ class WritesLater(ToyKernel):
 
     _count = 0
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        prepared = super().prepare(weight, request, context)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
         self._count += 1
         if self._count > 1:
             weight.scale.numpy()[...] *= 2
@@ -196,19 +188,27 @@ def namesake(name: str) -> ToyKernel:
 
 
 class Raises(ToyKernel):
-    """Raises an error when it is asked, or when it prepares."""
+    """Raises an error when it is asked, when it prepares, when it computes, or where M is 129, far from the probe."""
 
-    def __init__(self, name: str, *, in_check: bool, error: BaseException) -> None:
+    def __init__(self, name: str, *, where: str, error: BaseException) -> None:
         super().__init__(name)
-        self._in_check, self._error = in_check, error
+        self._where, self._error = where, error
+
+    def _reach(self, where: str) -> None:
+        if where == self._where:
+            raise self._error
 
     def check(self, request: Request) -> Support:
-        if self._in_check:
-            raise self._error
+        self._reach("check")
         return super().check(request)
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        raise self._error
+    def on_prepare(self, weight: PackedWeight) -> None:
+        self._reach("prepare")
+
+    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
+        self._reach("linear")
+        self._reach(f"M = {len(x)}")
+        super().linear(prepared, x, out, bias=bias, path=path)
 
 
 _TOOLCHAIN = Reason(ReasonCode.TOOLCHAIN, "a pretended lack of compilers")
@@ -220,24 +220,15 @@ for _name, _case, _says, _error in (
     ("refuses-in-prepare", "TC-04/override", f"toolchain: {_TOOLCHAIN.message}", PrepareError([_TOOLCHAIN])),
     ("refuses-without-reason", "TC-04/override", "plugin_error: prepare refused without a Reason", PrepareError([])),
 ):
-    backend_fault(_name, _case, _says)(functools.partial(Raises, in_check=_name.endswith("check"), error=_error))
-
-
-@numeric_fault("leaves-in-linear", f"TC-09/values/{NF4}/", "raised SystemExit: no device", passes_probe=False)
-class LeavesInLinear(ToyKernel):
-    """Exits when it computes."""
-
-    def linear(self, prepared: Prepared, x: Tensor, out: Tensor, *, bias: Tensor | None, path: str) -> None:
-        raise SystemExit("no device")
-
-
-@numeric_fault("leaves-in-a-later-linear", "EX-01/rows", "SystemExit")
-class LeavesLater(Spoils):
-    """Exits where M is 129."""
-
-    def spoil(self, y: Floats) -> None:
-        if y.shape[0] == 129:  # noqa: PLR2004  # far from where the probe looks
-            raise SystemExit("tile out of range")
+    _where = "check" if _name.endswith("check") else "prepare"
+    backend_fault(_name, _case, _says)(functools.partial(Raises, where=_where, error=_error))
+_exits = functools.partial(Raises, where="linear", error=SystemExit("no device"))
+numeric_fault("leaves-in-linear", f"TC-09/values/{NF4}/", "raised SystemExit: no device", passes_probe=False)(_exits)
+for _name, _says, _late in (
+    ("leaves-in-a-later-linear", "SystemExit", SystemExit("tile out of range")),
+    ("raises-in-linear", "tile out of range", IndexError("tile out of range")),
+):
+    numeric_fault(_name, "EX-01/rows", _says)(functools.partial(Raises, where="M = 129", error=_late))
 
 
 @numeric_fault("leaves-in-threads", "EX-04/threads", "SystemExit: not at home")

@@ -1,5 +1,5 @@
 """Correct backends that look unusual: each must pass every case."""
-# ruff: noqa: D102 - what is overridden is documented in ToyKernel
+# ruff: noqa: ARG002, D102 - each looks at some of what it is given; ToyKernel documents what is overridden
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from q4core import Prepared
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from q4core import PackedWeight, PrepareContext, Request
+    from q4core import PackedWeight
 
 __all__ = ["UNUSUAL", "LazyKernel", "PaddedKernel", "ReorderedKernel", "SlicedKernel"]
 
@@ -37,11 +37,10 @@ class ReorderedKernel(ToyKernel):
 class PaddedKernel(ToyKernel):
     """Stores each tensor behind and before bytes of no meaning, in one piece of memory a multiple of 512 bytes long."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        plain = super().prepare(weight, request, context)
-        padded = [self._padded(tensor) for tensor in plain.tensors]
-        forms = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in plain.tensors)
-        return Prepared(padded, (plain.meta, forms))
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
+        padded = [self._padded(tensor) for tensor in prepared.tensors]
+        forms = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in prepared.tensors)
+        return Prepared(padded, (prepared.meta, forms))
 
     def _padded(self, tensor: Tensor) -> Tensor:
         size = tensor.numel() * tensor.element_size()
@@ -79,10 +78,9 @@ class LazyKernel(ToyKernel):
         """Make a lock."""
         vars(self).update(state, _lock=threading.Lock())
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        plain = super().prepare(weight, request, context)
-        later = torch.full_like(plain.tensors[-1], torch.nan)
-        return Prepared((*plain.tensors[:-1], torch.zeros(1, dtype=torch.uint8), later), plain.meta)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
+        later = torch.full_like(prepared.tensors[-1], torch.nan)
+        return Prepared((*prepared.tensors[:-1], torch.zeros(1, dtype=torch.uint8), later), prepared.meta)
 
     def own(self, prepared: Prepared) -> Prepared:
         *stored, done, scales = prepared.tensors

@@ -73,9 +73,7 @@ class ReportsFirst(ToyDialect):
     """Stops at the first problem."""
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
-        for problem in super().validate(layer, catalogue):
-            yield problem
-            return
+        yield from itertools.islice(super().validate(layer, catalogue), 1)
 
 
 @dialect_fault("blames-the-codes", "TC-03/validate/mxfp4", "['proj.toy_exponents'] is not reported")
@@ -134,9 +132,7 @@ class FindsOne(ToyDialect):
     """Finds the first layer alone."""
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        for layer in super().find(catalogue):
-            yield layer
-            return
+        yield from itertools.islice(super().find(catalogue), 1)
 
 
 @dialect_fault("swaps-foreign-nibbles", "EX-11/convert/mxfp4", "differs in its codes")

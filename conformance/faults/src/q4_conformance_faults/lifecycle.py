@@ -40,9 +40,8 @@ class KeepsLastBlockSize(ToyKernel):
 
     _block_size = 0
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+    def on_prepare(self, weight: PackedWeight) -> None:
         self._block_size = weight.block_size
-        return super().prepare(weight, request, context)
 
     def spread(self, weight: PackedWeight, numbers: NDArray[Any], start: int, stop: int) -> Floats:
         columns = weight.in_features
@@ -85,9 +84,8 @@ class MakesTableInDefaultDtype(ToyKernel):
 class SeedsInPrepare(ToyKernel):
     """Seeds torch's generator for the inputs that it tunes by."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+    def on_prepare(self, weight: PackedWeight) -> None:
         torch.manual_seed(0)
-        return super().prepare(weight, request, context)
 
 
 @backend_fault("seeds-in-int8", f"EX-08/settings/{NF4}/float32/int8", "changed torch's random state")
@@ -123,8 +121,7 @@ class AsksForVersions(ToyKernel):
 class SharesOneBuffer(ToyKernel):
     """Prepares all weights of one form into the same memory."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        prepared = super().prepare(weight, request, context)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
         shared: Prepared = self.held.setdefault(prepared.meta, prepared)
         for old, new in zip(shared.tensors, prepared.tensors, strict=True):
             old.copy_(new)
@@ -137,8 +134,7 @@ class NumbersItsLayers(ToyKernel):
 
     _count = 0
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        prepared = super().prepare(weight, request, context)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
         self._count += 1
         return Prepared((*prepared.tensors, torch.zeros(1)), (prepared.meta, self._count))
 
@@ -150,8 +146,7 @@ class NumbersItsLayers(ToyKernel):
 class KnowsByAddress(ToyKernel):
     """Keeps its scales by the address of what it prepared, and computes with zeros for a copy."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        prepared = super().prepare(weight, request, context)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
         self.held[prepared.tensors[0].data_ptr()] = self.scales(weight)
         return prepared
 
@@ -186,15 +181,6 @@ class PreparesFirstRange(ToyKernel):
         if x.shape[0] < segment.low or (segment.high is not None and x.shape[0] > segment.high):
             raise LookupError(f"no code for {x.shape[0]} rows")
         super().linear(prepared, x, out, bias=bias, path=path)
-
-
-@numeric_fault("raises-in-linear", "EX-01/rows", "tile out of range")
-class RaisesInLinear(Spoils):
-    """Raises where M is 129."""
-
-    def spoil(self, y: Floats) -> None:
-        if y.shape[0] == 129:  # noqa: PLR2004  # far from where the probe looks
-            raise IndexError("tile out of range")
 
 
 @backend_fault("refuses-what-it-declares", f"TC-09/values/{NF4}/", "not today")

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from q4core import PrepareContext, Request
-
 _VECTOR = 8
 
 
@@ -92,8 +90,7 @@ class LeaksPerBackward(ToyKernel):
 class KeepsAfterDispose(ToyKernel):
     """Keeps whatever it has prepared, for a next time that never comes."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        prepared = super().prepare(weight, request, context)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
         self.held[len(self.held)] = prepared
         return prepared
 
@@ -136,9 +133,8 @@ class MutatesWeight(ToyKernel):
 
     _source: PackedWeight | None = None
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+    def on_prepare(self, weight: PackedWeight) -> None:
         self._source = weight
-        return super().prepare(weight, request, context)
 
     def add_bias(self, y: Floats, bias: Floats) -> Floats:
         if self._source is not None:
@@ -161,10 +157,9 @@ class WritesPastOut(ToyKernel):
 class WritesBeforeCodes(ToyKernel):
     """Writes one byte before the caller's codes while it prepares, as native code would, past torch."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
+    def on_prepare(self, weight: PackedWeight) -> None:
         if weight.qdata.storage_offset():
             ctypes.memset(weight.qdata.data_ptr() - 1, 0, 1)
-        return super().prepare(weight, request, context)
 
 
 @backend_fault("keeps-dense-scratch", "EX-14/kind", "stay besides")
@@ -185,9 +180,8 @@ class DenseScratch(DenseNative):
 class KeepsHalves(ToyKernel):
     """Keeps the weight in bfloat16 next to the packed one, among its prepared tensors."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        plain = super().prepare(weight, request, context)
-        return Prepared((self.further(weight, plain.tensors[-1].numpy()), *plain.tensors), plain.meta)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
+        return Prepared((self.further(weight, prepared.tensors[-1].numpy()), *prepared.tensors), prepared.meta)
 
     def further(self, weight: PackedWeight, scales: Floats) -> Tensor:
         """Return the tensor to hold."""
@@ -210,8 +204,7 @@ class KeepsLevels(KeepsHalves):
 class HidesDense(DenseNative):
     """Dequantises the whole weight when it prepares, and keeps it where only it knows."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        prepared = super().prepare(weight, request, context)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
         self.held[prepared.tensors[-1].data_ptr()] = super().dense(weight, prepared.tensors[-1].numpy())
         return prepared
 
@@ -232,8 +225,7 @@ class KnowsLevels(ToyKernel):
 class HidesLevels(KnowsLevels):
     """Makes a byte of each code when it prepares, and keeps them where only it knows."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        prepared = super().prepare(weight, request, context)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
         own = self.weight(prepared)
         self.held[own.qdata.data_ptr()] = self.moved(super().codes(own, 0, own.out_features))
         return prepared
@@ -268,8 +260,7 @@ class HidesInSharedMemory(HidesLevels):
 class HidesBehindDescriptor(ToyKernel):
     """Keeps a byte of each code in a file without a name, and reads what it needs of it."""
 
-    def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
-        prepared = super().prepare(weight, request, context)
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
         own = self.weight(prepared)
         file = os.memfd_create(self.name)
         weakref.finalize(self, os.close, file)

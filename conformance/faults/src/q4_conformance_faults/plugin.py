@@ -16,6 +16,7 @@ from q4_conformance_faults import (
     PROGRAM_FAULTS,
     PROVIDER_FAULTS,
     UNUSUAL,
+    Fault,
     ToyDialect,
     ToyKernel,
     ToyProvider,
@@ -24,7 +25,7 @@ from q4_conformance_faults.layers import ToyLayerType
 from q4core import hookimpl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
     from q4core import Backend, Dialect, MemoryProvider
 
@@ -33,28 +34,23 @@ __all__ = ["MODULE", "VARIABLE", "q4_backends", "q4_dialects", "q4_layers", "q4_
 MODULE = "q4_conformance_faults.plugin"
 VARIABLE = "Q4_CONFORMANCE_FAULTS"
 
-_BACKENDS: dict[str, Callable[[str], Backend]] = {
-    "toy": ToyKernel,
-    **{fault.name: fault.make for fault in (*FAULTS, *DEVICE_FAULTS, *PROGRAM_FAULTS)},
-    **{kernel.name: type(kernel) for kernel in UNUSUAL},
-}
-_PROVIDERS: dict[str, Callable[[str], MemoryProvider]] = {
-    "toy-memory": ToyProvider,
-    **{fault.name: fault.make for fault in PROVIDER_FAULTS},
-}
-_DIALECTS: dict[str, Callable[[], Dialect]] = {
-    ToyDialect.name: ToyDialect,
-    **{fault.name: fault.make for fault in DIALECT_FAULTS},
-}
-_LAYERS: dict[str, Callable[[str], Any]] = {
-    "toy-layer": ToyLayerType,
-    **{fault.name: fault.make for fault in LAYER_FAULTS},
-}
+
+def _makers(name: str, right: Callable[..., Any], faults: Iterable[Fault]) -> dict[str, Callable[..., Any]]:
+    """Return name → function, of what is right and of each fault."""
+    return {name: right, **{fault.name: fault.make for fault in faults}}
+
+
+_BACKENDS = _makers("toy", ToyKernel, (*FAULTS, *DEVICE_FAULTS, *PROGRAM_FAULTS))
+_BACKENDS |= {kernel.name: type(kernel) for kernel in UNUSUAL}
+_PROVIDERS = _makers("toy-memory", ToyProvider, PROVIDER_FAULTS)
+_DIALECTS = _makers(ToyDialect.name, ToyDialect, DIALECT_FAULTS)
+_LAYERS = _makers("toy-layer", ToyLayerType, LAYER_FAULTS)
 _out: dict[str, Backend] = {}
 
 
-def _named() -> list[str]:
-    return [name for name in os.environ.get(VARIABLE, "").split(",") if name]
+def _named(table: Mapping[str, Any]) -> list[str]:
+    """Return the names that are asked for, of those in a table."""
+    return [name for name in os.environ.get(VARIABLE, "").split(",") if name in table]
 
 
 def release(*names: str) -> None:
@@ -67,22 +63,22 @@ def release(*names: str) -> None:
 @hookimpl
 def q4_backends() -> list[Backend]:
     """Return the backends that are named."""
-    return [_out[name] if name in _out else _BACKENDS[name](name) for name in _named() if name in _BACKENDS]
+    return [_out[name] if name in _out else _BACKENDS[name](name) for name in _named(_BACKENDS)]
 
 
 @hookimpl
 def q4_memory_providers() -> list[MemoryProvider]:
     """Return the providers that are named."""
-    return [_PROVIDERS[name](name) for name in _named() if name in _PROVIDERS]
+    return [_PROVIDERS[name](name) for name in _named(_PROVIDERS)]
 
 
 @hookimpl
 def q4_dialects() -> list[Dialect]:
     """Return the dialects that are named."""
-    return [_DIALECTS[name]() for name in _named() if name in _DIALECTS]
+    return [_DIALECTS[name]() for name in _named(_DIALECTS)]
 
 
 @hookimpl
 def q4_layers() -> list[Any]:
     """Return the layer types that are named."""
-    return [_LAYERS[name](name) for name in _named() if name in _LAYERS]
+    return [_LAYERS[name](name) for name in _named(_LAYERS)]

@@ -14,7 +14,6 @@ from q4_conformance.outcome import Outcome
 from q4_conformance_faults.fault import program_fault
 from q4_conformance_faults.toy import ToyKernel
 from q4_programs import REFERENCE, Op
-from q4core import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,17 +24,20 @@ if TYPE_CHECKING:
 
 __all__ = ["ToyPrograms"]
 
+_HOME = os.getpid()
+"""The process that binds programs; its forks have another number."""
+
 
 class ToyPrograms(ToyKernel):
     """Runs programs by the reference, and lets a fault harm what they leave.
 
     Args:
         name: Its name.
-        harm: Is given a program and its buffers behind each run, and in the place of a refusal.
+        harm: Is given a program and its buffers after each run, and whether that raised an error.
     """
 
     def __init__(
-        self, name: str = "toy-programs", harm: Callable[[Program, Sequence[Tensor]], None] = lambda *_: None
+        self, name: str = "toy-programs", harm: Callable[[Program, Sequence[Tensor], bool], None] = lambda *_: None
     ) -> None:
         super().__init__(name, ops={"linear", "program"})
         self.harm = harm
@@ -45,10 +47,12 @@ class ToyPrograms(ToyKernel):
         run = REFERENCE.bind_program(program, buffers, layers)
 
         def call() -> None:
+            has_failed = True
             try:
                 run()
+                has_failed = False
             finally:
-                self.harm(program, buffers)
+                self.harm(program, buffers, has_failed)
 
         return call
 
@@ -61,7 +65,7 @@ def _changed(program: Program, buffers: Sequence[Tensor], factor: float = 1 + 2*
 
 
 def _of(op: Op, factor: float = 1 + 2**-20) -> Callable[..., None]:
-    def harm(program: Program, buffers: Sequence[Tensor]) -> None:
+    def harm(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
         step = program.steps[-1]
         if step.op is op and (op is not Op.LINEAR or step.layer is not None):
             _changed(program, buffers, factor)
@@ -69,18 +73,28 @@ def _of(op: Op, factor: float = 1 + 2**-20) -> Callable[..., None]:
     return harm
 
 
-def _before_output(program: Program, buffers: Sequence[Tensor]) -> None:
+def _before_output(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
     view = program.steps[-1].outputs[0]
     if view.offset:
         buffers[view.buffer][view.offset - 1] += 1
 
 
-def _with_threads(program: Program, buffers: Sequence[Tensor]) -> None:
+def _with_threads(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
     if torch.get_num_threads() == 3 and len(program.steps) > 1:  # noqa: PLR2004  # a number that divides little
         _changed(program, buffers)
 
 
-def _past_the_end(program: Program, buffers: Sequence[Tensor]) -> None:
+def _after_errors(program: Program, buffers: Sequence[Tensor], has_failed: bool) -> None:  # noqa: FBT001  # as ``harm``
+    if has_failed:
+        _changed(program, buffers)
+
+
+def _in_forks(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
+    if os.getpid() != _HOME:
+        _changed(program, buffers)
+
+
+def _past_the_end(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
     read_behind(buffers[program.steps[-1].outputs[0].buffer])
 
 
@@ -91,45 +105,15 @@ def read_behind(tensor: Tensor) -> None:
         ctypes.c_char.from_address(end).value  # noqa: B018  # to read it is the fault
 
 
-class _Waits(ToyPrograms):
-    """Looks at the numbers behind the first step."""
-
-    def bind_program(self, program: Program, buffers: Sequence[Tensor], layers: Any) -> Callable[[], None]:
-        run = super().bind_program(program, buffers, layers)
-
-        def call() -> None:
-            try:
-                run()
-            except InputError:
-                _changed(program, buffers)
-                raise
-
-        return call
-
-
-class _Forked(ToyPrograms):
-    """Has other bits in a process that it was not bound in."""
-
-    def bind_program(self, program: Program, buffers: Sequence[Tensor], layers: Any) -> Callable[[], None]:
-        run, own = super().bind_program(program, buffers, layers), os.getpid()
-
-        def call() -> None:
-            run()
-            if os.getpid() != own:
-                _changed(program, buffers)
-
-        return call
-
-
 for _name, _part, _says, _facts in (
     ("curves-roughly", "operations", "silu: 1 of 1 elements are wrong", {"harm": _of(Op.SILU, 1.001)}),
     ("writes-before-output", "operations", "was written outside the output", {"harm": _before_output}),
     ("packs-roughly", "packed", "step 0, linear: 1 of 67 elements are wrong", {"harm": _of(Op.LINEAR)}),
     ("counts-threads", "whole", "3 threads: other bits", {"harm": _with_threads}),
+    ("looks-late", "refused", "was refused after something was written", {"harm": _after_errors}),
+    ("forks-badly", "forked", "in a process that was forked", {"harm": _in_forks}),
 ):
     program_fault(_name, f"EX-21/{_part}", _says)(functools.partial(ToyPrograms, **_facts))
-program_fault("looks-late", "EX-21/refused", "was refused after something was written")(_Waits)
 program_fault("makes-tensors", "EX-21/quiet", "a run made tensors")(ToyPrograms)
-program_fault("forks-badly", "EX-21/forked", "in a process that was forked")(_Forked)
 _crashing = functools.partial(ToyPrograms, harm=_past_the_end)
 program_fault("reads-past-the-end", "EX-21/pages", "ended by SIGSEGV", ends=Outcome.CRASH)(_crashing)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import attrs
@@ -46,22 +47,21 @@ class ForgetsCorner(Spoils):
             y[-1, -1] = 0
 
 
-@numeric_fault("all-zero-for-m-17", "EX-01/rows", format="q8_0")
-class AllZero17(Spoils):
-    """Gives zeros where M is 17, where a path begins, and the probe looks."""
+class AllZero(Spoils):
+    """Gives zeros where M is 17, where a path begins, and the probe looks; or where M is 127, far from there."""
 
-    _rows = 17
+    def __init__(self, name: str, rows: int) -> None:
+        super().__init__(name)
+        self._rows = rows
 
     def spoil(self, y: Floats) -> None:
         if len(y) == self._rows:
             y[:] = 0
 
 
-@numeric_fault("all-zero-for-m-127", "EX-01/rows", "all_zero", format="q8_0")
-class AllZero127(AllZero17):
-    """Gives zeros where M is 127, far from where the probe looks."""
-
-    _rows = 127
+for _rows, _says in ((17, "probe_failed"), (127, "all_zero")):
+    _zero = functools.partial(AllZero, rows=_rows)
+    numeric_fault(f"all-zero-for-m-{_rows}", "EX-01/rows", _says, format="q8_0")(_zero)
 
 
 @backend_fault("wrong-tile-for-many-rows", "EX-01/rows")

@@ -98,8 +98,9 @@ class ToyKernel:
     def prepare(self, weight: PackedWeight, request: Request, context: PrepareContext) -> Prepared:
         """Copy the packed tensors, and resolve the scales."""
         del request, context
+        self.on_prepare(weight)
         tensors = [tensor.clone() for _, tensor in weight.tensors()]
-        return Prepared((*tensors, torch.from_numpy(self.scales(weight))), WeightSpec.of(weight))
+        return self.prepared(weight, Prepared((*tensors, torch.from_numpy(self.scales(weight))), WeightSpec.of(weight)))
 
     def export(self, prepared: Prepared, rows: Tensor | None = None) -> PackedWeight:
         """Return the weight, whole or some rows of it."""
@@ -115,6 +116,14 @@ class ToyKernel:
         self.write(torch.from_numpy(y), out)
 
     # -- the parts that faults override
+
+    def on_prepare(self, weight: PackedWeight) -> None:
+        """Act before a weight is prepared."""
+
+    def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
+        """Return what ``prepare`` returns."""
+        del weight
+        return prepared
 
     def own(self, prepared: Prepared) -> Prepared:
         """Return what ``prepare`` gave as all else here reads it."""
