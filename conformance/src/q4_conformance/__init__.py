@@ -11,7 +11,7 @@ from q4_conformance.contract.plain_cases import core_cases, dialect_cases, layer
 from q4_conformance.execution.in_process import check_core, check_linear, run_case, run_cases
 from q4_conformance.execution.isolated import run_target
 from q4_conformance.execution.query import Query, Run
-from q4_conformance.oracle.compare import Comparison, judge, judge_noise
+from q4_conformance.oracle.compare import Comparison, judge
 from q4_conformance.oracle.exact import Reference, exact_input_gradient, exact_linear, exact_weight
 from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import CaseResult, Outcome, Report
@@ -24,7 +24,6 @@ from q4_conformance.subjects.profiles import (
     cases_for,
     find_target,
     subject_for,
-    target_names,
 )
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "exact_weight",
     "find_target",
     "judge",
-    "judge_noise",
     "layer_cases",
     "linear_cases",
     "make_certificate",
@@ -62,6 +60,5 @@ __all__ = [
     "run_cases",
     "run_target",
     "subject_for",
-    "target_names",
     "write_files",
 ]

@@ -51,18 +51,24 @@ def _expect_same_numbers(layer: Q4Linear, plain: Q4Linear, x: torch.Tensor, wher
     expect(torch.equal(layer(x), plain(x)), f"other numbers {where}")
 
 
+def _recorded(layer: Q4Linear, *, falls_back: bool, reason: str = "") -> str:
+    """Return the first recorded decision on memory; all of them must be fallbacks for a reason, or none."""
+    lines = layer.diagnostics().memory
+    alike = [line.startswith("fallback") if falls_back else "fallback" not in line for line in lines]
+    expect(lines and all(alike) and all(reason in line for line in lines), f"memory is recorded as {lines}")
+    return str(lines[0])
+
+
 @check("prefer_unified")
 def _check_prefer_unified(_case: Case, _subject: object) -> str:
     plain, preferred = (_layer(policy, make_registry()) for policy in (UnifiedMemoryPolicy.DISABLED, _PREFER))
     _expect_same_numbers(preferred, plain, _x(), "after the fallback")
-    recorded = preferred.diagnostics().memory
-    is_fallback = recorded and all(line.startswith("fallback") for line in recorded)
-    expect(is_fallback, f"memory is recorded as {recorded}")
+    first = _recorded(preferred, falls_back=True)
     expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
     tensor = torch.arange(6.0)
     placed, decision = make_registry().placer(_PREFER, device="cpu").weight(tensor)
     expect(placed is tensor and decision.action == "fallback" and decision.reason, f"{decision}")
-    return str(recorded[0])
+    return first
 
 
 @check("require_unified")
@@ -145,18 +151,15 @@ def _check_prefer_provider(_case: Case, subject: MemorySubject) -> str:
     expect(not plain.diagnostics().memory, "DISABLED recorded a decision")
     unable = unable_provider(subject.provider, "set by the kit", {"concurrentManagedAccess": 0})
     fallen = _layer(_PREFER, subject.registry(unable), subject.device)
-    recorded = fallen.diagnostics().memory
-    is_fallback = recorded and all("fallback" in line and "set by the kit" in line for line in recorded)
-    expect(is_fallback, f"recorded: {recorded}")
+    _recorded(fallen, falls_back=True, reason="set by the kit")
     _expect_same_numbers(fallen, plain, x, "after the fallback")
     subject.require_available()
     layer = _layer(_PREFER, subject.registry(), subject.device)
     _expect_same_numbers(layer, plain, x, "in managed memory")
-    recorded = layer.diagnostics().memory
-    expect(recorded and not any("fallback" in line for line in recorded), f"recorded: {recorded}")
+    decision = _recorded(layer, falls_back=False)
     managed = [name for name, buffer in layer.named_buffers() if subject.provider.is_managed(buffer)]
     expect(managed, "nothing of the layer is in managed memory")
-    return f"{len(managed)} buffers managed; {recorded[0]}"
+    return f"{len(managed)} buffers managed; {decision}"
 
 
 @check("require_provider")

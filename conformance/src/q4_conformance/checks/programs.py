@@ -51,10 +51,7 @@ def check_program_operations(case: Case, subject: BackendSubject) -> str:
     count = 0
     for op, inputs, sizes, numbers in scenes.operations():
         scene = scenes.Scene(subject)
-        views = [scene.view(tensor) for tensor in inputs]
-        out = scene.out(*sizes, torch.int64 if op is scenes.Op.ARGMAX else torch.float32)
-        further = (scene.out(*sizes, torch.int64),) if op is scenes.Op.TOP_K else ()
-        scene.add(op, views, out, numbers, further=further)
+        out, *further = scene.add_alone(op, inputs, sizes, numbers)
         before = [tensor.to("cpu", copy=True) for tensor in scene.tensors]
         with within(f"{op.value} of {[list(tensor.shape) for tensor in inputs]}, numbers {list(numbers)}"):
             scene.bound()()
@@ -153,9 +150,7 @@ def check_program_pages(case: Case, subject: BackendSubject) -> str:
         raise NotTestableError("only the CPU's memory can be made unreadable page by page")
     for op, inputs, sizes, numbers in scenes.operations():
         scene = scenes.Scene(subject, on_last_page, 0)
-        further = (scene.out(*sizes, torch.int64),) if op is scenes.Op.TOP_K else ()
-        out = scene.out(*sizes, torch.int64 if op is scenes.Op.ARGMAX else torch.float32)
-        scene.add(op, [scene.view(tensor) for tensor in inputs], out, numbers, further=further)
+        scene.add_alone(op, inputs, sizes, numbers)
         scene.bound()()
     scene = scenes.Scene(subject, on_last_page, 0)
     numbers_at, results = scenes.decoder(case, scene)

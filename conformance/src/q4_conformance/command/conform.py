@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _WHAT = "q4 conform"
 _MOST_SECONDS = 86_400.0
+_VERIFIED = ("standing", "sentence", "subject", "counts", "content_hash", "statement")
+"""Parts of a certificate that ``--verify --json`` prints."""
 _EPILOG = (
     "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate. "
     "--check exits with 1 where a case ended otherwise. A run of all cases makes a certificate; --case, "
@@ -160,17 +162,8 @@ def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[Cas
 
 def _verify(path: Path, *, as_json: bool) -> None:
     document = read_certificate(path)
-    facts = {
-        "file": str(path),
-        "undamaged": True,
-        "standing": document["standing"],
-        "sentence": document["sentence"],
-        "subject": document["subject"],
-        "counts": document["counts"],
-        "content_hash": document["content_hash"],
-        "installed": installed_source(document),
-        "statement": document["statement"],
-    }
+    facts = {"file": str(path), "undamaged": True, "installed": installed_source(document)}
+    facts |= {name: document[name] for name in _VERIFIED}
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return

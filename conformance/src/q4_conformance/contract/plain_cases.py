@@ -2,63 +2,66 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from q4_conformance.contract.case import Case
 from q4core import BUILTIN_FORMATS, find_format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from q4core import Format
 
 
+_SLOW = {"bare", "quantise_often", "train_long"}
+
+
+def _cases(profile: str, rows: Iterable[tuple[str, str, str, str]], **facts: Any) -> tuple[Case, ...]:
+    """Return a case for each (contract, part, check, text)."""
+    return tuple(
+        Case(contract, part, text, name, profile=profile, is_slow=name in _SLOW, **facts)
+        for contract, part, name, text in rows
+    )
+
+
 def core_cases() -> tuple[Case, ...]:
     """Return the cases that concern the core and its reference path."""
-    rows: Sequence[tuple[str, str, str, str, bool]] = (
-        ("TC-01", "detect", "detect_nf4", ".weight/.absmax/.quant_map is NF4, with the right keys", False),
-        ("TC-02", "detect", "detect_nvfp4", ".qdata/.scale is NVFP4, with the right keys", False),
-        ("TC-03", "validate", "validate", "every problem is told at once", False),
-        ("TC-06", "bare", "bare", "the core and the reference alone run, without compiled code of ours", True),
-        ("TC-07", "prefer", "prefer_unified", "PREFER_UNIFIED falls back with a reason and the same numbers", False),
-        ("TC-08", "require", "require_unified", "REQUIRE_UNIFIED fails at once, naming the attributes", False),
-        ("TC-18", "often", "quantise_often", "10,000 calls: finite, bit-stable, memory flat", True),
-        ("TC-19", "gradients", "ste_gradients", "linear_ste has the analytic gradients", False),
-        ("TC-20", "training", "train_long", "1,000 steps: finite gradients, falling loss, memory flat", True),
-        ("TC-23", "activation", "prefer_activation", "PREFER_UNIFIED never copies an activation", False),
-        ("EX-12", "plugins", "core_isolation", "a broken plugin is recorded and told, and stops nobody", False),
+    rows = (
+        ("TC-01", "detect", "detect_nf4", ".weight/.absmax/.quant_map is NF4, with the right keys"),
+        ("TC-02", "detect", "detect_nvfp4", ".qdata/.scale is NVFP4, with the right keys"),
+        ("TC-03", "validate", "validate", "every problem is told at once"),
+        ("TC-06", "bare", "bare", "the core and the reference alone run, without compiled code of ours"),
+        ("TC-07", "prefer", "prefer_unified", "PREFER_UNIFIED falls back with a reason and the same numbers"),
+        ("TC-08", "require", "require_unified", "REQUIRE_UNIFIED fails at once, naming the attributes"),
+        ("TC-18", "often", "quantise_often", "10,000 calls: finite, bit-stable, memory flat"),
+        ("TC-19", "gradients", "ste_gradients", "linear_ste has the analytic gradients"),
+        ("TC-20", "training", "train_long", "1,000 steps: finite gradients, falling loss, memory flat"),
+        ("TC-23", "activation", "prefer_activation", "PREFER_UNIFIED never copies an activation"),
+        ("EX-12", "plugins", "core_isolation", "a broken plugin is recorded and told, and stops nobody"),
     )
-    return tuple(
-        Case(contract, part, text, name, profile="core", is_slow=is_slow)
-        for contract, part, name, text, is_slow in rows
-    )
+    return _cases("core", rows)
 
 
 def dialect_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
     """Return the cases that concern a dialect, for each format that it may hold."""
-    rows: Sequence[tuple[str, str, str, str]] = (
-        ("{detect}", "detect", "dialect_detect", "written layers are found, by their own keys alone"),
+    rows = (
         ("TC-03", "validate", "dialect_validate", "every damage is told by its key, all at once"),
         ("EX-11", "golden", "dialect_golden", "golden layers give the package's numbers, and their own bytes again"),
         ("EX-11", "round", "dialect_round", "written and read, a weight is the same, bit for bit"),
         ("EX-11", "convert", "dialect_convert", "to other dialects of the format and back: the same bytes, or refused"),
     )
-    text = "nothing foreign is claimed, and what is claimed is read right"
-    foreign = Case("TC-03", "foreign", text, "dialect_foreign", profile="dialect")
-    cases = [foreign]
-    for item in formats:
-        kind = find_format(item)
-        detect = "TC-01" if kind.has_flat_blocks else "TC-02"
-        cases += [
-            Case(contract.format(detect=detect), part, text, name, profile="dialect", format=kind.name)
-            for contract, part, name, text in rows
-        ]
-    return tuple(cases)
+    foreign = ("TC-03", "foreign", "dialect_foreign", "nothing foreign is claimed, and what is claimed is read right")
+    cases = _cases("dialect", [foreign])
+    for kind in map(find_format, formats):
+        contract = "TC-01" if kind.has_flat_blocks else "TC-02"
+        found = (contract, "detect", "dialect_detect", "written layers are found, by their own keys alone")
+        cases += _cases("dialect", (found, *rows), format=kind.name)
+    return cases
 
 
 def memory_cases() -> tuple[Case, ...]:
     """Return the cases that concern a provider of managed memory."""
-    rows: Sequence[tuple[str, str, str, str]] = (
+    rows = (
         ("TC-07", "capability", "capability", "the provider says of each device whether, why, by which attributes"),
         ("TC-07", "promoted", "prefer_provider", "PREFER_UNIFIED promotes or falls back with a reason, same numbers"),
         ("TC-08", "refused", "require_provider", "REQUIRE_UNIFIED fails at once, naming the provider's attributes"),
@@ -67,16 +70,16 @@ def memory_cases() -> tuple[Case, ...]:
         ("TC-22", "mutable", "mutable_variable", "Q4_DISABLE_UM=0 promotes a mutable tensor, 1 does not"),
         ("TC-23", "storage", "managed_activation", "the same storage comes back: no allocation, no copy, counted"),
     )
-    return tuple(Case(contract, part, text, name, profile="memory") for contract, part, name, text in rows)
+    return _cases("memory", rows)
 
 
 def layer_cases() -> tuple[Case, ...]:
     """Return the cases that concern a layer type."""
-    rows: Sequence[tuple[str, str]] = (
+    rows = (
         ("shapes", "results have the shape that the type says, and what does not fit is refused"),
         ("gradients", "gradients are what differences show; straight-through ones of parameters are finite"),
         ("state", "loaded, copied and moved layers give the same bits"),
         ("training", "some steps lower the loss, with a finite gradient of each parameter"),
         ("lifetime", "layers and tensors that were let go are gone"),
     )
-    return tuple(Case("EX-20", part, text, f"layer_{part}", profile="layer") for part, text in rows)
+    return _cases("layer", [("EX-20", part, f"layer_{part}", text) for part, text in rows])

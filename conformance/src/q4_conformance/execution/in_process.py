@@ -62,13 +62,14 @@ def run_case(case: Case, subject: Any) -> CaseResult:
     )
 
 
-def _run(cases: tuple[Case, ...], subject: Any, name: str, watch: Callable[[CaseResult], object] | None) -> Report:
+def _run(
+    cases: tuple[Case, ...], subject: Any, name: str, watch: Callable[[CaseResult], object] = lambda _: None
+) -> Report:
     due, undeclared = split(cases, subject)
     results: list[CaseResult] = []
     for case in due:
         results.append(run_case(case, subject))
-        if watch is not None:
-            watch(results[-1])
+        watch(results[-1])
     return Report(subject=name, expected=[case.id for case in due], results=results, undeclared=undeclared)
 
 
@@ -78,7 +79,6 @@ def run_cases(
     *,
     device: str = "cpu",
     only: Iterable[str] = (),
-    watch: Callable[[CaseResult], object] | None = None,
 ) -> Report:
     """Judge a backend by every case that concerns it.
 
@@ -87,15 +87,13 @@ def run_cases(
         formats: Formats to judge it on; cases of what it does not declare are counted and not run.
         device: Where to compute.
         only: Texts with which the ids to run start; none runs all.
-        watch: Called with each result as it comes.
 
     Raises:
         LookupError: No such backend is installed, or the reference is not.
     """
     subject = BackendSubject(backend, device=device)
     chosen = tuple(formats)
-    cases = select_cases(cases_of(chosen, device), only)
-    return _run(cases, subject, subject.name, watch)
+    return _run(select_cases(cases_of(chosen, device), only), subject, subject.name)
 
 
 def check_linear(  # the facts of one run
@@ -104,7 +102,7 @@ def check_linear(  # the facts of one run
     *,
     only: Iterable[str] = (),
     cases: Iterable[Case] | None = None,
-    watch: Callable[[CaseResult], object] | None = None,
+    watch: Callable[[CaseResult], object] = lambda _: None,
     **claims: Any,
 ) -> Report:
     """Judge a bare function ``fn(x, weight, bias) -> y`` by the cases that concern it.
@@ -115,7 +113,7 @@ def check_linear(  # the facts of one run
         only: As for ``run_cases``.
         cases: The cases to run, where they are not ``linear_cases([format])``: those, say, with weights of a size that
             the function takes.
-        watch: As for ``run_cases``.
+        watch: Called with each result as it comes.
         **claims: What is claimed of the function: the fields of ``FunctionSubject``, such as
             ``precision=Precision.W4A8``, ``dtypes=[torch.bfloat16]`` or ``has_out=True``.
     """
@@ -125,6 +123,6 @@ def check_linear(  # the facts of one run
     return _run(select_cases(chosen, only), subject, subject.name, watch)
 
 
-def check_core(*, only: Iterable[str] = (), watch: Callable[[CaseResult], object] | None = None) -> Report:
+def check_core(*, only: Iterable[str] = ()) -> Report:
     """Judge the core and its reference path."""
-    return _run(select_cases(core_cases(), only), None, "q4core", watch)
+    return _run(select_cases(core_cases(), only), None, "q4core")

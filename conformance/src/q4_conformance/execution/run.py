@@ -66,15 +66,8 @@ class Judging:
         query = self.query
         child = Child(_MODULE, query.limits, threads=_THREADS)
         try:
-            child.send(
-                {
-                    "name": query.name,
-                    "profile": query.profile,
-                    "formats": query.formats,
-                    "device": query.device,
-                    "survey": survey,
-                }
-            )
+            asked = {name: getattr(query, name) for name in ("name", "profile", "formats", "device")}
+            child.send(asked | {"survey": survey})
             message = self._answer(child, query.limits.start_seconds)
             if "refused" in message:
                 raise _refusal(message)  # noqa: TRY301  # the process is ended below, whatever it was

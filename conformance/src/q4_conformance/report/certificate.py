@@ -14,6 +14,8 @@ import os
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from q4_conformance.contract.case import part_order
 from q4_conformance.outcome import Outcome
 from q4_conformance.report.status import kind_of, sentence_of, standing_of
@@ -179,12 +181,7 @@ def make_certificate(run: Run, command: Sequence[str]) -> dict[str, Any]:
             "schema": SCHEMA,
             "schema_version": SCHEMA_VERSION,
             "statement": STATEMENT,
-            "subject": {
-                "name": run.target.name,
-                "profile": run.target.profile,
-                "formats": list(run.target.formats),
-                "device": run.target.device,
-            },
+            "subject": {**attrs.asdict(run.target), "formats": list(run.target.formats)},
             "versions": dict(run.facts.get("versions", {})),
             "source": dict(run.manifest.get("source", {})),
             "device": {"device": run.target.device, **run.facts.get("device", {})},

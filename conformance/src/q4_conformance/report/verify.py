@@ -23,10 +23,8 @@ _FORMATS = re.compile(r"^\| case \| what must hold \| (.+) \|$", re.MULTILINE)
 _ROW = re.compile(r"^\| (?:TC|EX)-\d\d/\S+ \|.*\|$", re.MULTILINE)
 
 
-class CertificateError(Q4Error, ValueError):
+class CertificateError(Q4Error, ValueError, code="certificate"):
     """A file is no certificate, or no longer the one that was written; ``where`` names the file."""
-
-    code = "certificate"
 
 
 def read_certificate(path: str | Path) -> dict[str, Any]:

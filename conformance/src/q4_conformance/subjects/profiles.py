@@ -16,8 +16,9 @@ from q4_conformance.subjects.dialect import DialectSubject
 from q4_conformance.subjects.layer_type import LayerSubject
 from q4_conformance.subjects.manifest import declared_in, with_cases
 from q4_conformance.subjects.memory import MemorySubject
+from q4_conformance.subjects.reference import NotFoundError
 from q4_conformance.subjects.temporary_plugin import make
-from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Q4Error, Registry, default_registry, dialects
+from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Registry, default_registry, dialects
 from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
@@ -31,19 +32,13 @@ _WHAT = "q4 conform"
 _LONGEST_FAULT = 400
 
 
-class UnknownTargetError(Q4Error, LookupError):
+class UnknownTargetError(NotFoundError, code="unknown_target"):
     """Nobody of that name can be judged; ``available`` lists the names there are, ``closest`` is the likeliest."""
-
-    code = "unknown_target"
 
     def __init__(self, what: str, *, available: Sequence[str] = (), closest: str | None = None, **data: Any) -> None:
         self.available = tuple(available)
         self.closest = closest
         super().__init__(what, **data)
-
-    def __str__(self) -> str:
-        """Return the message, which ``LookupError`` would otherwise quote."""
-        return str(self.args[0])
 
 
 @attrs.frozen

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 REFERENCE = "dequant-fallback"
 
 
-class MissingReferenceError(Q4Error, LookupError):
-    """The reference backend is not there, or does not load, so that nobody can be compared with it."""
-
-    code = "missing_reference"
+class NotFoundError(Q4Error, LookupError):
+    """What is looked for by name is not there."""
 
     def __str__(self) -> str:
         """Return the message, which ``LookupError`` would otherwise quote."""
         return str(self.args[0])
+
+
+class MissingReferenceError(NotFoundError, code="missing_reference"):
+    """The reference backend is not there, or does not load, so that nobody can be compared with it."""
 
 
 def reference_backend() -> Backend:

@@ -62,6 +62,16 @@ class Scene:
         self.steps.append(Step(op, inputs, (output, *facts.pop("further", ())), numbers=numbers, **facts))
         return output
 
+    def add_alone(
+        self, op: Op, inputs: Iterable[torch.Tensor], sizes: tuple[int, int], numbers: Iterable[float]
+    ) -> tuple[View, ...]:
+        """Add a step over buffers of its own, and return its outputs."""
+        views = [self.view(tensor) for tensor in inputs]
+        out = self.out(*sizes, torch.int64 if op is Op.ARGMAX else torch.float32)
+        further = (self.out(*sizes, torch.int64),) if op is Op.TOP_K else ()
+        self.add(op, views, out, numbers, further=further)
+        return (out, *further)
+
     def layer(self, case: Case, rows: int, columns: int) -> int:
         """Return the number of a packed layer of the case's format."""
         recipe = attrs.evolve(case.weight_recipe, n=rows, k=columns)
