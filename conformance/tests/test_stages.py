@@ -92,7 +92,7 @@ def test_a_hang_before_the_first_case_is_placed(name: str, stage: str) -> None:
     ids=["hangs", "exits"],
 )
 def test_a_neighbour_that_ends_the_run_is_named(neighbour: Path, source: str, outcome: Outcome, words: str) -> None:
-    """The plugin at whose import a process hung or ended is named, with the variable that shuts it out."""
+    """The plugin at whose import a process hung or ended is named, with the variable that disables it."""
     neighbour.write_text(source, encoding="utf-8")
     result = _judge("dequant-fallback", load_seconds=5.0)
     assert result.outcome is outcome
@@ -167,7 +167,7 @@ def test_a_plugin_that_is_shut_out_is_reported(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("Q4_DISABLE_PLUGINS", "dialects")
     q4.reset_registry()
     try:
-        with pytest.raises(UnknownTargetError, match="the plugin 'dialects' is shut out by") as caught:
+        with pytest.raises(UnknownTargetError, match="the plugin 'dialects' is disabled by") as caught:
             find_target("dialects")
     finally:
         q4.reset_registry()

@@ -1,4 +1,4 @@
-"""How a case ends, and the report over all of them."""
+"""Outcomes of cases, and the report over all of them."""
 
 from __future__ import annotations
 

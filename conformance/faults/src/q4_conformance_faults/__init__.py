@@ -1,8 +1,8 @@
 """A right toy kernel, and the faults planted in it to prove that the kit finds them.
 
-A kit that never fails proves nothing. Each fault of a backend is the toy kernel with one method overridden, as a slip
-of the pen would have it. Some are caught before any case's own numbers, because the core's self-probe disqualifies the
-path; the case then fails because what was declared is refused. Others are made to pass the probe.
+A kit that never fails proves nothing. Each fault of a backend is the toy kernel with one method overridden, as by a
+small mistake. Some are caught before any case's own numbers, because the core's self-probe disqualifies the path; the
+case then fails because what was declared is refused. Others are made to pass the probe.
 """
 
 import importlib

@@ -49,7 +49,7 @@ class PaddedKernel(ToyKernel):
             256,
             (_ALIGN_BYTES + -(-size // _ALIGN_BYTES) * _ALIGN_BYTES,),
             dtype=torch.uint8,
-            generator=torch.Generator().manual_seed(size),  # the one that everybody shares is left alone
+            generator=torch.Generator().manual_seed(size),  # the process-wide one is left alone
         )
         area[_ALIGN_BYTES : _ALIGN_BYTES + size] = tensor.contiguous().view(-1).view(torch.uint8)
         return area

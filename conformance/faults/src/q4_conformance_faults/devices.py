@@ -64,7 +64,7 @@ class BiasedQuantiser(ToyQuantiser):
 
 @backend_fault("ignores-its-seed", "EX-13/stochastic", "the same seed", format="mxfp4")
 class IgnoresSeed(ToyQuantiser):
-    """Draws anew each time, whatever the seed."""
+    """Draws anew each time, for every seed."""
 
     def uniform(self, shape: tuple[int, ...], seed: int) -> NDArray[np.float64]:
         return np.random.default_rng().random(shape)

@@ -99,7 +99,7 @@ class AssumesScales(ToyDialect):
             yield from super().validate(layer, catalogue)
 
 
-@dialect_fault("ignores-unknown-scales", "TC-03/validate/mxfp4", "a scale key that nobody knows is passed over")
+@dialect_fault("ignores-unknown-scales", "TC-03/validate/mxfp4", "an unknown scale key is passed over")
 class IgnoresUnknown(ToyDialect):
     """Passes over scale keys that it does not know."""
 
@@ -188,7 +188,7 @@ class MisreadsTrio(RightTrio):
 
 @dialect_fault("assumes-blocks-of-32", "TC-01/detect/nf4", "block 32")
 class AssumesBlocks(RightTrio):
-    """Takes every block for one of 32, whatever the shapes say."""
+    """Takes every block for one of 32, against the shapes."""
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         for layer in super().find(catalogue):

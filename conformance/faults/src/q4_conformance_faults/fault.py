@@ -1,4 +1,4 @@
-"""What a planted fault is: plain data, with the case that must catch it. A decorator above what has it enters it."""
+"""A planted fault: plain data, with the case that must catch it. A decorator enters it."""
 
 from __future__ import annotations
 

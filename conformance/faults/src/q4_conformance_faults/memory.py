@@ -88,7 +88,7 @@ class LeaksPerBackward(ToyKernel):
 
 @backend_fault("keeps-memory-after-dispose", "EX-09/dispose", "bytes stayed")
 class KeepsAfterDispose(ToyKernel):
-    """Keeps whatever it has prepared, for a next time that never comes."""
+    """Keeps all that it has prepared."""
 
     def prepared(self, weight: PackedWeight, prepared: Prepared) -> Prepared:
         self.held[len(self.held)] = prepared

@@ -33,7 +33,7 @@ class ForgetsItsOwn(ToyProvider):
 
 @provider_fault("copies-storage-not-values", "TC-21/convert", "transposed: other data")
 class CopiesStorage(ToyProvider):
-    """Copies bytes in the order in which they are stored, whatever the strides."""
+    """Copies bytes in the order in which they are stored, for any strides."""
 
     def to_managed(self, tensor: Tensor, **how: Any) -> Tensor:
         flat = tensor.as_strided((tensor.numel(),), (1,))
@@ -84,7 +84,7 @@ class ReusesOneArea(ToyProvider):
 
 @provider_fault("keeps-managed-memory", "TC-21/empty", "memory grew by")
 class KeepsMemory(ToyProvider):
-    """Keeps whatever it has handed out."""
+    """Keeps all that it has handed out."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

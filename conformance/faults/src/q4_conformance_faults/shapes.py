@@ -136,7 +136,7 @@ class LosesRowsOf64(Calls):
 
 @numeric_fault("splits-unevenly", f"EX-01/long/{LONG}/float32/exact")
 class SplitsUnevenly(ToyKernel):
-    """Splits long rows among 8 by whole blocks, and leaves the rest of these to nobody."""
+    """Splits long rows among 8 by whole blocks, and leaves the rest of these out."""
 
     def accumulate(self, values: Floats, dense: Floats) -> Floats:
         columns = values.shape[1]

@@ -59,7 +59,7 @@ class LosesInt8InForks(Calls):
 
 @numeric_fault("loses-rest-among-threads", "EX-04/counts", "3 threads")
 class LosesRestAmongThreads(ToyKernel):
-    """Shares the columns evenly among three and more threads, and leaves the rest to nobody."""
+    """Shares the columns evenly among three and more threads, and leaves the rest out."""
 
     def write(self, y: Tensor, out: Tensor) -> None:
         super().write(y, out)

@@ -55,7 +55,7 @@ class ToyDialect(Dialect):
         )
 
     def unknown(self, catalogue: Catalogue, module: str) -> tuple[Problem, ...]:
-        """Return a problem for each scale-like key that is none of ours."""
+        """Return a problem for each scale-like key that it does not know."""
         return catalogue.unknown_scales(module, (CODES, SCALES, "bias"))
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:

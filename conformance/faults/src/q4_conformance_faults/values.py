@@ -135,7 +135,7 @@ def _zero_gradients(x: Tensor, weight: PackedWeight, bias: Tensor | None, **out:
 
 @backend_fault("leaves-zero-rows-out", f"EX-10/zeros/{NF4}/float32/exact", "non_finite")
 class LeavesZeroRowsOut(Calls):
-    """Takes rows of zeros for padding that nobody reads."""
+    """Takes rows of zeros for padding."""
 
     def after(self, x: Tensor, out: Tensor, before: Tensor) -> None:
         zero = (x == 0).all(dim=1)

@@ -1,6 +1,6 @@
 """Checks of how a layer may be called: shapes, layouts, ``out=``, again, from threads; and what it may write.
 
-Some shapes nobody chose: sizes drawn from a fixed seed, and parts cut from larger weights.
+Some shapes are random: sizes drawn from a fixed seed, and parts cut from larger weights.
 """
 
 from __future__ import annotations

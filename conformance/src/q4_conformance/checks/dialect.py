@@ -254,7 +254,7 @@ def _check_validate(case: Case, subject: DialectSubject) -> str:
             count += 1
         unknown = tensors | {"proj.weight_scale_of_tomorrow": torch.ones(3)}
         layers, reported = _look(subject, unknown, metadata)
-        expect(reported or not layers, f"{name}: a scale key that nobody knows is passed over")
+        expect(reported or not layers, f"{name}: an unknown scale key is passed over")
         count += 1
     return f"{count} damages"
 

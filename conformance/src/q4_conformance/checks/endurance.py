@@ -135,7 +135,7 @@ def _product(
 
 
 def straight_through() -> Any:
-    """Return the package that offers ``linear_ste``: q4-nn, found by its entry point, as whatever is judged."""
+    """Return the package that offers ``linear_ste``: q4-nn, found by its entry point, as subjects are."""
     for point in importlib.metadata.entry_points(group="q4core.plugins", name="nn"):
         return point.load()
     raise NotTestableError("linear_ste is a part of q4-nn, which is not installed; `pip install q4-nn`")

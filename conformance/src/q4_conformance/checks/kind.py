@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from q4core import PackedWeight, Precision, Segment, Selection
 
 _MANY_ROWS = (64, 128, 257)
-"""From how many rows on paths are wont to do as those of dense weights do; the last is past the largest usual tile."""
+"""Numbers of rows at which paths often work like those of dense weights; the last is past the largest usual tile."""
 _SAMPLE = 16
 """One row of the large weight in so many is judged by its numbers, which other cases do of all rows of small ones."""
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""Checks of a layer's life: prepared again, copied, moved, sent to another process, and let go."""
+"""Checks of a layer's life: prepared again, copied, moved, sent to another process, and released."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from q4core import PackedWeight, Q4Linear
 
 LOST_LAYERS = 1 / 4
-"""The share of what was prepared that may stay behind per layer."""
+"""The share of what was prepared that may leak per layer."""
 _LIVES = 12
 _WARM_LIVES = 3
 _STRETCH = 4

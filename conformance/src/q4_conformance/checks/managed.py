@@ -77,7 +77,7 @@ def _check_require_unified(_case: Case, _subject: object) -> str:
 
 
 def _expect_refused(registry: Registry, device: torch.device, providers: Sequence[Any]) -> str:
-    """Expect that REQUIRE_UNIFIED fails for whatever asks for it, by the attributes and reasons of the providers."""
+    """Expect that REQUIRE_UNIFIED fails for every request, by the attributes and reasons of the providers."""
     source = torch.zeros(4, device=device)
     placer = registry.placer(_REQUIRE, device=device)
     answers = [provider.is_available(device) for provider in providers]
@@ -125,7 +125,7 @@ def _expect_untouched(x: torch.Tensor, placer: memory.MemoryPlacer) -> memory.Me
 
 
 def _bytes_at(tensor: torch.Tensor) -> bytes:
-    """Return what the CPU sees at a tensor's address, whatever device the tensor says it is on."""
+    """Return what the CPU sees at a tensor's address, on any device."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from q4_conformance.subjects.backend import BackendSubject
     from q4core import Backend, Diagnostics, PackedWeight
 
-_NOBODY = "nobody-has-this-name"
+_UNKNOWN = "no-backend-has-this-name"
 _AVAILABILITIES = ("available", "refused", "broken", "leaving", "absent")
 _CODES = {"refused": ReasonCode.NOT_BUILT, "broken": ReasonCode.PLUGIN_ERROR, "leaving": ReasonCode.PLUGIN_ERROR}
 _STATES = {"refused": "missing", "broken": "failed", "leaving": "failed"}
@@ -54,7 +54,7 @@ def _expected(  # noqa: PLR0911  # one return per rule of the contract
 ) -> _Expected:
     """Return the outcome, by the words of the contract rather than by the dispatcher's code."""
     can = availability == "available"
-    if override == _NOBODY or (override == subject and availability == "absent"):
+    if override == _UNKNOWN or (override == subject and availability == "absent"):
         return _Expected(UnknownBackendError)
     if path is ComputePath.DEQUANT_MATMUL_ONLY:
         if override == subject:
@@ -74,7 +74,7 @@ def _expected(  # noqa: PLR0911  # one return per rule of the contract
 
 
 def _others(subject: BackendSubject, availability: str) -> tuple[Backend, ...]:
-    """Return the subject as it is available, or nobody."""
+    """Return the subject as it is available, or nothing."""
     message = unique("set by the kit")
     others: dict[str, tuple[Backend, ...]] = {
         "available": (subject.backend,),
@@ -92,7 +92,7 @@ def _check_mix(case: Case, subject: BackendSubject) -> str:
     require_kernels(subject, case, weight)
     if subject.name == REFERENCE:
         raise NotDeclaredError("the reference is no kernel backend")
-    mixes = [*itertools.product((None, subject.name, REFERENCE, _NOBODY), ComputePath)]
+    mixes = [*itertools.product((None, subject.name, REFERENCE, _UNKNOWN), ComputePath)]
     facts: dict[str, Any] = {"activation_precision": ActivationPrecision.EXACT, "compute_dtype": case.dtype}
     for availability in _AVAILABILITIES:
         registry = make_registry(*_others(subject, availability), reference_backend())

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from q4_conformance.subjects.backend import BackendSubject
 
 LOST_RESULTS = 1 / 2
-"""The share of a result that may stay behind per call."""
+"""The share of a result that may leak per call."""
 LOST_PER_THREAD = 1 << 14
-"""Bytes that may stay behind per thread: what the system and the interpreter keep of one that has ended."""
+"""Bytes that may leak per thread: what the system and the interpreter keep of one that has ended."""
 _ROWS, _THREADS = 600, 300
 _MIXED = 211
 """Has no divisor in common with the number of rows: each number comes once, and small ones follow large ones."""

@@ -170,11 +170,11 @@ def _check_changed(case: Case, subject: Subject) -> str:
 
 
 def _settings() -> dict[str, Any]:
-    """Return what torch, numpy and random hold for everybody."""
+    """Return the process-wide state of torch, numpy and random."""
     subnormal = torch.tensor(2.0**-130)
     return {
         "torch's random state": torch.get_rng_state().numpy().tobytes(),
-        "numpy's random state": repr(np.random.get_state()),  # noqa: NPY002  # the one that everybody shares
+        "numpy's random state": repr(np.random.get_state()),  # noqa: NPY002  # the process-wide one
         "random's state": hash(random.getstate()),
         "the number of threads": torch.get_num_threads(),
         "the default dtype": torch.get_default_dtype(),

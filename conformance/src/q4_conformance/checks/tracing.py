@@ -46,7 +46,7 @@ def _compiler() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # it uses old parts of torch
             for name in ("torch._dynamo", "torch._inductor.compile_fx"):
-                with contextlib.suppress(ImportError):  # whoever needs it will say so
+                with contextlib.suppress(ImportError):  # what needs it will raise
                     importlib.import_module(name)
             yield
     finally:

@@ -1,4 +1,4 @@
-"""``q4 conform``: a backend, provider, dialect or layer type is judged, and what it shows is certified."""
+"""The command ``q4 conform``, which judges a backend, provider, dialect or layer type and certifies what it shows."""
 
 from __future__ import annotations
 

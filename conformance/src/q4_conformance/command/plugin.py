@@ -1,4 +1,4 @@
-"""What q4core finds here: the command ``q4 conform``."""
+"""The plugin of the kit: the command ``q4 conform``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The contract: what a case is, the table of cases, and which use case each one proves."""
+"""The contract: cases, the table of them, and the use case that each one proves."""

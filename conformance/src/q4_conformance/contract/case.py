@@ -1,4 +1,4 @@
-"""What a case is: plain data, with the name of the check that runs it."""
+"""A case: plain data, with the name of the check that runs it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
         check: Name of the function in ``CHECKS`` that runs it.
         profile: ``"linear"`` concerns functions and backends, ``"backend"`` backends, ``"memory"`` providers of
             managed memory, ``"dialect"`` dialects, ``"layer"`` layer types, ``"program"`` programs
-            of backends, ``"core"`` nobody but the core.
+            of backends, ``"core"`` the core alone.
         recipe: The weight.
         dtype: dtype of x.
         precision: To what precision the activations may be rounded.
@@ -116,7 +116,7 @@ def raised(kind: type[_Error] | tuple[type[_Error], ...], call: Callable[[], obj
 
 @contextlib.contextmanager
 def within(where: str) -> Iterator[None]:
-    """Say of a failure inside the ``with`` block where it was."""
+    """Add to a failure inside the ``with`` block where it was."""
     try:
         yield
     except FailureError as error:

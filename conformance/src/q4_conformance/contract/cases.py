@@ -147,7 +147,7 @@ def _all_ways(case: Case) -> Iterator[Case]:
 
 
 def linear_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
-    """Return the cases that concern whatever computes ``x @ wᵀ + bias``: functions and backends."""
+    """Return the cases that concern each implementation of ``x @ wᵀ + bias``: functions and backends."""
     return tuple(case for item in formats for case in _linear_cases(find_format(item)))
 
 

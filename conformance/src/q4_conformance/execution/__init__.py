@@ -1,1 +1,1 @@
-"""How cases run: in this process, or in processes of their own with limits."""
+"""Execution of cases: in this process, or in processes of their own with limits."""

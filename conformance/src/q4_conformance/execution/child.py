@@ -1,4 +1,4 @@
-"""What runs in a process of its own. It talks with ``process.Child`` alone, which starts it.
+"""The program of a process that runs cases. It talks with ``process.Child`` alone, which starts it.
 
 Before a plugin is loaded, the pipes are moved out of its reach: stdin becomes empty and stdout becomes stderr.
 """
@@ -42,7 +42,7 @@ _GROUP, _MODULES = "q4core.plugins", "Q4_PLUGIN_MODULES"
 
 
 def _names() -> dict[str, str]:
-    """Return every module that brings a plugin, with the name by which the plugin is shut out."""
+    """Return every module that brings a plugin, with the name by which the plugin is disabled."""
     points = importlib.metadata.entry_points(group=_GROUP)
     found = {point.value.partition(":")[0].strip(): point.name for point in points}
     # A plugin in a package begins with the package.
@@ -66,7 +66,7 @@ def _steps(send: Callable[[str], None], name: str) -> Iterator[None]:
         if module in names:
             begun[:] = [*filter(_is_under_way, begun), module]
             plugins = list(dict.fromkeys(names[item] for item in begun))
-            hint = "" if plugins[0] == name else f" (Q4_DISABLE_PLUGINS={plugins[0]} shuts it out)"
+            hint = "" if plugins[0] == name else f" (Q4_DISABLE_PLUGINS={plugins[0]} disables it)"
             send(f"importing the plugin {', which imports '.join(map(repr, plugins))}{hint}")
 
     send("loading plugins")
@@ -95,10 +95,10 @@ class _Pipes:
         _limit_memory(int(first["data_bytes"]))
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message; the process ends where nobody is left to send one."""
+        """Return the next message; the process exits when its parent has gone."""
         line = self._in.readline()
         if not line:
-            gc.freeze()  # what is left ends with the process: it need not be looked through for garbage
+            gc.freeze()  # what is left ends with the process: no garbage collection is needed
             raise SystemExit(0)
         message: dict[str, Any] = json.loads(line)
         return message
@@ -128,7 +128,7 @@ def _plain(value: Any) -> Any:
 
 
 def _limit_memory(data_bytes: int) -> None:
-    """Let what asks for far too much at once fail, and let the system take this process first when memory runs out."""
+    """Make far too large allocations fail, and let the system end this process first when memory runs out."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource  # noqa: PLC0415  # not on every system
 
@@ -165,7 +165,7 @@ def _find(pipes: _Pipes) -> tuple[ConformanceTarget, dict[str, Any]]:
 
 
 def _serve(pipes: _Pipes, target: ConformanceTarget, query: dict[str, Any]) -> None:
-    """Run what is asked for until nobody asks."""
+    """Run the requested cases until the parent has gone."""
     cases = {case.id: case for case in cases_for(target)}
     subject, fault = None, None
     pipes.send(step=f"making {target.name!r}")

@@ -71,7 +71,7 @@ def _files_of(package: str) -> Iterator[tuple[str, Path]]:
 
 
 def source_of(package: str) -> dict[str, Any]:
-    """Return distribution, version and hash of the files of the package in which whoever is judged is defined."""
+    """Return distribution, version and hash of the files of the package that defines the subject."""
     distribution = _distribution_of(package)
     packages = [package]
     shared: dict[str, str] = {}
@@ -140,7 +140,7 @@ def _plain(item: object) -> str:
 
 
 def _offered(subject: Any, formats: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the paths that a backend offers for the usual weight of each format, whatever asks for them."""
+    """Yield the paths that a backend offers for the usual weight of each format, in every dtype and precision."""
     seen: dict[tuple[str, str, str], dict[str, Any]] = {}
     for name in formats:
         weight = weight_recipes(find_format(name))[0].build()

@@ -1,4 +1,4 @@
-"""Runs a table of cases against a backend, a bare function, or the core."""
+"""Runs of a table of cases against a backend, a bare function, or the core, in this process."""
 
 from __future__ import annotations
 

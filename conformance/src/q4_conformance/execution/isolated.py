@@ -1,4 +1,4 @@
-"""Runs cases in processes of their own, so that a crash or a hang is a result and not the end of the run.
+"""Runs of cases in processes of their own, so that a crash or a hang is a result and not the end of the run.
 
 Cases of one format share a process, because starting one costs seconds. Where it dies, or says nothing for too long,
 the case that it was at ends as CRASH or TIMEOUT, and another process runs the rest.
@@ -107,8 +107,8 @@ def run_target(  # the facts of one run
         is_over: Says when to end, within a case as well; the report then says that results are missing.
 
     Raises:
-        UnknownTargetError, ConfigError: Nobody of that name is there, or the query asks for what there is not.
-        MissingReferenceError: The reference is not installed, which the kit needs in addition to whoever it judges.
+        UnknownTargetError, ConfigError: No target has that name, or the query asks for what does not exist.
+        MissingReferenceError: The reference is not installed, which the kit needs in addition to the subject.
     """
     started = time.monotonic()
     runner = Judging(query, watch, is_over)

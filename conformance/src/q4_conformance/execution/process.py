@@ -1,6 +1,6 @@
-"""A process that may hang, crash, shout, take all memory or leave children behind, and the one hand that holds it.
+"""A process that may hang, crash, print, take all memory or leave children behind, and the object that controls it.
 
-What it means for us comes through a pipe of its own under a secret mark, so that nothing that it prints can pass for a
+Its messages come through a pipe of their own under a secret mark, so that nothing that it prints can pass for a
 result; what it prints is stored for the message of a crash.
 """
 
@@ -30,7 +30,7 @@ _START = (
     "import gc, importlib; gc.disable(); module = importlib.import_module({module!r}); gc.freeze(); gc.enable(); "
     "module.main()"
 )
-"""What torch is made of outlives every collection: it is looked through neither while it is loaded nor in any case."""
+"""Torch's own objects outlive every garbage collection, so that none looks through them."""
 _TICK = 0.05
 _LINGER = 2.0
 """How long a process that has sent everything may take to end, and its last output to arrive."""
@@ -78,7 +78,7 @@ class Ended(Exception):  # noqa: N818  # an event, not an error
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the resident memory of a process and its descendants; 0 where nobody says."""
+    """Return the resident memory of a process and its descendants; 0 where the system does not say."""
     total = 0
     for one in _family(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -198,7 +198,7 @@ class Child:
                 return message
             now = time.monotonic()
             if self._process.poll() is not None:
-                self._readers[0].join(_LINGER)  # its last words; a child of its own may hold the pipe for ever
+                self._readers[0].join(_LINGER)  # its last output; a child of its own may hold the pipe open
                 if self._inbox.empty():
                     raise self._died()
                 continue
@@ -249,7 +249,7 @@ class Child:
 
     def finish(self) -> None:
         """Let a process that has sent everything end by itself, then make sure of it."""
-        self._relatives.update(_family(self._process.pid))  # once it has ended, nobody knows whose they were
+        self._relatives.update(_family(self._process.pid))  # once it has ended, they have another parent
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""What is asked of a run, and what it gave."""
+"""The query of a run, and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run under way: processes are asked for cases, group by group, until each case has a result."""
+"""A run in progress: processes run cases, group by group, until each case has a result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _THREADS = 2
 
 
 class Judging:
-    """One run under way."""
+    """A run in progress."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""What is measured of a call: memory, guarded pages, warnings, events and histories."""
+"""Measurements of a call: memory, guarded pages, warnings and events."""

@@ -1,4 +1,4 @@
-"""What a call allocates: torch's own tensors that are alive at once, and the peak of the process's memory.
+"""Allocations of a call: torch's own tensors that are alive at once, and the peak of the process's memory.
 
 A path that says KERNEL computes from 4-bit data. One that makes the dense weight first holds N × K elements at some
 time. torch's dispatcher sees those that torch makes, and the peak of resident memory shows those of native code. A path
@@ -46,7 +46,7 @@ class Allocations:
     """What one call allocated.
 
     The most elements of torch's tensors made in it that were alive at once, and by how many bytes the memory of the
-    device (on the CPU, what is resident) peaked above before and after; None where nobody says.
+    device (on the CPU, what is resident) peaked above before and after; None where it is unknown.
     """
 
     elements: int
@@ -144,11 +144,11 @@ def _file_bytes() -> int:
 
 
 def taken_bytes(device: torch.device) -> int | None:
-    """Return the memory that this process has taken on a device; None where nobody says.
+    """Return the memory that this process has taken on a device; None where it is unknown.
 
     On the CPU that is its own resident memory, and the files and shared memory that it has mapped or open. Of those and
-    of the heap every page counts, resident or not: the pages of a file may be in memory without being anybody's, and
-    freed pages of the heap come and go with whatever asks for a small block.
+    of the heap every page counts, resident or not: the pages of a file may be in memory without an owner, and
+    freed pages of the heap come and go with every small block.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What a kernel path holds, weighed: in a call, from one call to the next, and since ``prepare``.
+"""Memory of a kernel path, weighed: in a call, from one call to the next, and since ``prepare``.
 
 What a path may hold besides a dense weight grows with M (N + K), so that for many rows it is more than a dense weight.
 There a weight of half the sides distinguishes the two: what grows with x and y is half there, a dense weight a quarter.
@@ -81,7 +81,7 @@ class Bench:
             self.prepared = prepare()
             after = taken_bytes(self.device)
         self.extra: int | None = None
-        """By how much memory grew when the weight was prepared, without the prepared tensors; None if nobody says."""
+        """By how much memory grew when the weight was prepared, without the prepared tensors; None if it is unknown."""
         if before is not None and after is not None:
             self.extra = after - before - _new_bytes(self.prepared, weight)
 
@@ -100,7 +100,7 @@ class Bench:
         self._backend.linear(self.prepared, x, out, bias=None, path=point.path.name)
 
     def grown(self, points: Iterable[Point], calls: int = 1) -> int:
-        """Return by how much memory grows over some calls of each point that it has; 0 where nobody says."""
+        """Return by how much memory grows over some calls of each point that it has; 0 where it is unknown."""
         with own_mappings(), torch.no_grad():
             before = taken_bytes(self.device)
             for point in filter(self.has, points):
@@ -119,7 +119,7 @@ class Bench:
 
 @attrs.frozen(eq=False)
 class Benches:
-    """The weight that is judged, one of half its sides, and how to come by one of twice its sides."""
+    """The weight that is judged, one of half its sides, and a function that makes one of twice its sides."""
 
     full: Bench
     half: Bench
@@ -143,7 +143,7 @@ def weigh(benches: Benches, points: list[Point], where: str) -> Iterator[str]:
     expect(full.prepared.nbytes <= most, f"{prepared} for a weight of {full.weight.nbytes}, more than {most}")
     yield prepared
     yield from [_weigh_call(benches, point) for point in (*few, *many)]
-    _judge(benches, suspects, where)  # last, because whoever makes dense weights lets libraries keep places for them
+    _judge(benches, suspects, where)  # last, because a path with dense weights makes libraries cache places for them
     often = [point for point in (*few, *many) if point.is_often]
     for point in often:
         grown, limit = full.grown([point], CALLS), _limit(full.size * OTHER_BYTES)

@@ -1,4 +1,4 @@
-"""Tensors that end where readable memory ends, so that whoever reads past their end dies of it."""
+"""Tensors that end where readable memory ends, so that a read past their end kills the process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _library() -> ctypes.CDLL:
 
 
 def on_last_page(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous CPU copy whose last byte is the last one before a page that nobody may touch.
+    """Return a contiguous CPU copy whose last byte is the last one before a page that is not accessible.
 
     Raises:
         NotTestableError: The system has no such pages.

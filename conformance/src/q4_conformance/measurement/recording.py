@@ -68,7 +68,7 @@ def _detached(level: int) -> Iterator[logging.Logger]:
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
-    """Keep events and fallback and probe warnings from whoever runs a case; nothing of them is stored.
+    """Suppress events and fallback and probe warnings while a case runs; nothing of them is stored.
 
     A case of ten thousand calls would otherwise find the memory that its own recording takes.
     """

@@ -1,1 +1,1 @@
-"""What is right: weights and their exact values, draws on a grid, and the comparison by derived bounds."""
+"""The oracle: weights and their exact values, draws on a grid, and the comparison by derived bounds."""

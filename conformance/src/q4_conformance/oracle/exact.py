@@ -48,7 +48,7 @@ _known: weakref.WeakKeyDictionary[PackedWeight, dict[Any, _Exact]] = weakref.Wea
 
 
 def judge_by(weight: PackedWeight, twin: PackedWeight) -> None:
-    """Let ``weight``, which a subject is given, be judged by ``twin``: the same bytes, which nobody writes to.
+    """Let ``weight``, which a subject is given, be judged by ``twin``: the same bytes, which nothing writes to.
 
     A subject that writes to its weight can't move its own target.
     """

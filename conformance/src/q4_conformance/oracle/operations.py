@@ -1,4 +1,4 @@
-"""What each operation of a program computes, in float64, and by how much a float32 result may differ."""
+"""Exact results of each operation of a program, in float64, and how much a float32 result may differ."""
 
 from __future__ import annotations
 

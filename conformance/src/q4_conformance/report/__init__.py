@@ -1,1 +1,1 @@
-"""What a run leaves: the certificate, in every form."""
+"""The certificate of a run, in every form."""

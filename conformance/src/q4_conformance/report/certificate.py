@@ -1,4 +1,4 @@
-"""The certificate: what a run showed, with all that one needs to believe it or to repeat it.
+"""The certificate: the results of a run, with all that is needed to check or to repeat it.
 
 A document is a *certificate* where every case of the target was due and every declared one passed; of anything less it
 is a *report*. ``verdict_hash`` covers how each case ended, so that two runs can be compared;

@@ -1,4 +1,4 @@
-"""What a document stands for, in words: its standing and seal, who was judged, how to repeat it."""
+"""The standing of a document, in words: its seal, who was judged, how to repeat it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Results counted: by contract, part, format and path; the matrix that certificates and pages show.
 
-Results are those of a document, so that whoever reads one counts as whoever wrote it.
+Results are those of a document, so that its reader counts as its writer does.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _all_passed(counts: Mapping[str, int]) -> bool:
 
 
 def _concerned(results: Iterable[Mapping[str, Any]], kind: str, path: str) -> list[Mapping[str, Any]]:
-    """Return the results of a format that came to a path, or ended badly where nobody knows on which path."""
+    """Return the results of a format that came to a path, or ended badly on an unknown path."""
     return [
         result
         for result in results
@@ -123,7 +123,7 @@ def _concerned(results: Iterable[Mapping[str, Any]], kind: str, path: str) -> li
 
 
 def _may_concern(result: Mapping[str, Any], kind: str, path: str) -> bool:
-    """Say whether a case that ended badly, nobody knows on which path, may have been on this one."""
+    """Return whether a case that ended badly, on an unknown path, may have been on this one."""
     if result.get("paths") or format_of(result["case"]) not in {kind, NO_FORMAT}:
         return False
     if result["outcome"] == Outcome.NOT_TESTABLE.value:

@@ -1,4 +1,4 @@
-"""What ``q4 conform`` prints of a run."""
+"""Output of ``q4 conform`` on a run."""
 
 from __future__ import annotations
 

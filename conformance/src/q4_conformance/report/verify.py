@@ -1,4 +1,4 @@
-"""Reads a certificate, refusing what is damaged, edited or of another make."""
+"""Readers of certificates, which refuse what is damaged, edited or of another make."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who is judged: backends, functions, dialects and memory providers, and how they are found by name."""
+"""Subjects: backends, functions, dialects, layer types and memory providers, and how they are found by name."""

@@ -1,4 +1,4 @@
-"""Who is judged: a backend behind a session."""
+"""The subject of kernels: a backend behind a session."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plugin_of(*backends: Backend) -> types.SimpleNamespace:
 
 
 def make_registry(*backends: Backend, with_reference: bool = True) -> Registry:
-    """Return a registry of these backends and the reference, whatever list of plugins the environment allows."""
+    """Return a registry of these backends and the reference, whichever plugins the environment allows."""
     plugins: list[tuple[str, object]] = [(f"plugin of {item.name}", plugin_of(item)) for item in backends]
     if with_reference and all(item.name != REFERENCE for item in backends):
         plugins.append((REFERENCE, plugin_of(reference_backend())))

@@ -1,4 +1,4 @@
-"""Who is judged under the profile of dialects: one dialect, asked through catalogues of names and tensors."""
+"""The subject of dialects: one dialect, asked through catalogues of names and tensors."""
 
 from __future__ import annotations
 

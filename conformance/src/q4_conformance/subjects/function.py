@@ -1,4 +1,4 @@
-"""Who is judged: a bare function, and what is claimed of it."""
+"""The subject of functions: a bare function, and what is claimed of it."""
 
 from __future__ import annotations
 

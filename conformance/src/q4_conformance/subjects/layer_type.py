@@ -1,4 +1,4 @@
-"""Who is judged under the profile of layers: a layer type of the hook ``q4_layers``, by layers of its own examples."""
+"""The subject of layer types: one of the hook ``q4_layers``, by layers of its own examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WAY_OUT = "examples to judge it by; give it examples=(q4_nn.LayerExample(shape,
 
 
 class LayerSubject:
-    """A layer type, itself or the name of an installed one: whatever has ``name``, ``make``, ``shape``, ``examples``.
+    """A layer type, itself or the name of an installed one: with ``name``, ``make``, ``shape`` and ``examples``.
 
     Raises:
         LookupError: No layer type of that name is installed.

@@ -1,4 +1,4 @@
-"""What a manifest alone answers: which formats a subject declares, and which cases are about what it does not."""
+"""Answers of a manifest alone: the formats that a subject declares, and the cases about what it does not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def split(cases: Iterable[Case], subject: Any) -> tuple[tuple[Case, ...], dict[s
 
 
 def undeclared_reason(case: Case, subject: Any) -> str:
-    """Return why the manifest alone says that a case is not due; nothing where it is due, or where nobody can say."""
+    """Return why the manifest alone says that a case is not due; nothing where it is due, or where that is unknown."""
     try:
         if isinstance(subject, LayerSubject):
             return subject.lacks

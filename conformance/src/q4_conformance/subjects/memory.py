@@ -1,4 +1,4 @@
-"""Who is judged under the profile of memory: a provider of managed memory, on one device."""
+"""The subject of memory: a provider of managed memory, on one device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CountedProvider(Wrapper):
     """A provider, and the names of its methods that were called, but for the questions, in ``calls``."""
 
     def __getattr__(self, name: str) -> Any:
-        """Count whatever is called, and leave it to the provider."""
+        """Count a call, and leave it to the provider."""
         if name in {"to_managed", "prefetch", "empty", "free"}:
             self.calls.append(name)
         return super().__getattr__(name)

@@ -1,4 +1,4 @@
-"""Who can be judged, by which cases: a profile keeps each author to the cases that concern them."""
+"""Targets and profiles: a profile selects the cases that concern an author."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LONGEST_FAULT = 400
 
 
 class UnknownTargetError(NotFoundError, code="unknown_target"):
-    """Nobody of that name can be judged; ``available`` lists the names there are, ``closest`` is the likeliest."""
+    """No target has that name; ``available`` lists the names there are, ``closest`` is the likeliest."""
 
     def __init__(self, what: str, *, available: Sequence[str] = (), closest: str | None = None, **data: Any) -> None:
         self.available = tuple(available)
@@ -72,7 +72,7 @@ def _backend_names() -> Iterable[str]:
 
 @attrs.frozen
 class _Profile:
-    """Who is judged under a profile, by which cases, and what these are run against."""
+    """The names under a profile, their cases, and the subject that these are run against."""
 
     names: Callable[[], Iterable[str]]
     cases: Callable[[ConformanceTarget], tuple[Case, ...]]
@@ -132,7 +132,7 @@ def find_target(
         device: Where to compute.
 
     Raises:
-        UnknownTargetError: Nobody of that name is installed.
+        UnknownTargetError: No target of that name is installed.
         ConfigError: The profile is none of that target, a format does not exist, or the profile knows no such device.
     """
     of_functions = [item for item in PROFILES if item != "core"]
@@ -180,12 +180,12 @@ def _profile_of(name: str, profile: str | None) -> str:
 
 
 def _broken() -> Iterator[str]:
-    """Yield what is wrong with each plugin that brings less than it should, or that is shut out."""
+    """Yield what is wrong with each plugin that brings less than it should, or that is disabled."""
     for record in default_registry().records():
         if record.errors:
             yield _fault_of(record)
         elif record.state == "disabled":
-            yield f"the plugin {record.name!r} is shut out by Q4_PLUGINS or Q4_DISABLE_PLUGINS"
+            yield f"the plugin {record.name!r} is disabled by Q4_PLUGINS or Q4_DISABLE_PLUGINS"
 
 
 def _fault_of(record: PluginRecord) -> str:

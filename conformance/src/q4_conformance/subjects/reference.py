@@ -1,4 +1,4 @@
-"""What must be here to judge anybody: the reference backend, to fall back on and be chosen against, and the device."""
+"""Requirements of every run: the reference backend, to fall back on and to be chosen against, and the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotFoundError(Q4Error, LookupError):
 
 
 class MissingReferenceError(NotFoundError, code="missing_reference"):
-    """The reference backend is not there, or does not load, so that nobody can be compared with it."""
+    """The reference backend is not there, or does not load, so that no subject can be compared with it."""
 
 
 def reference_backend() -> Backend:
@@ -42,7 +42,7 @@ def reference_backend() -> Backend:
             name=f"backend {REFERENCE!r}",
             rule="installed, because the kit compares with it",
             value="; ".join(reasons) or "no such backend",
-            hint=f"Install q4-{REFERENCE}, and shut it out by no Q4_* variable; `q4 doctor` says what became of it.",
+            hint=f"Install q4-{REFERENCE}, and disable it by no Q4_* variable; `q4 doctor` says what became of it.",
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Calls a pickled layer in a new process, which runs ``serve``."""
+"""Calls of a pickled layer in a new process, which runs ``serve``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS = 120
 _START = (
     "import gc; gc.disable(); from q4_conformance.subjects.remote_call import serve; gc.freeze(); gc.enable(); serve()"
 )
-"""What torch is made of is looked through for garbage neither while it is loaded nor later."""
+"""Torch's own objects outlive every garbage collection, so that none looks through them."""
 
 
 def call_elsewhere(backend: Backend, layer: Q4Linear, x: torch.Tensor) -> tuple[PackedWeight, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Backends that nobody has installed: made by ``module:function``, and lent to the registry as a plugin's.
+"""Backends that are not installed: made by ``module:function``, and lent to the registry as a plugin's.
 
 Copies and pickles of a layer look for their backend in the process's registry. A backend that is judged as an object
 is in none, so it is lent to the registry for as long as a case needs it there.
@@ -56,7 +56,7 @@ def lent(backend: Backend) -> Iterator[None]:
 
 
 def make(name: str) -> Any:
-    """Return what ``module:function`` makes, whatever that is."""
+    """Return what ``module:function`` makes."""
     module, _, function = name.partition(":")
     made = getattr(importlib.import_module(module), function)()
     _MADE.append((made, name))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Wrapper:
-    """Whoever is wrapped, with other attributes where they are given."""
+    """A wrapped object, with other attributes where they are given."""
 
     def __init__(self, wrapped: Any, **facts: Any) -> None:
         self._wrapped = wrapped
