@@ -114,7 +114,7 @@ def test_replaced_backend_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("variable", ["Q4_PLUGINS", "Q4_DISABLE_PLUGINS"])
-def test_a_list_of_plugins_shuts_nobody_out_who_is_judged(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_plugins_does_not_exclude_the_subject(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment's lists name installed plugins; who is judged was found among those that they leave."""
     monkeypatch.setenv(variable, "dequant-fallback" if variable == "Q4_PLUGINS" else "plugin of toy")
     report = run_cases(ToyKernel("toy"), ["nf4"], only=["TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"])

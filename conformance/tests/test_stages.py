@@ -162,8 +162,8 @@ def test_half_a_function_is_refused(name: str) -> None:
         find_target(name)
 
 
-def test_a_plugin_that_is_shut_out_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for what a variable shuts out reads which plugins are."""
+def test_a_disabled_plugin_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the plugins that a variable disables."""
     monkeypatch.setenv("Q4_DISABLE_PLUGINS", "dialects")
     q4.reset_registry()
     try:
