@@ -32,7 +32,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/triton-kernels": None,
     "plugins/um-managed": 3_200,
     "conformance": 10_600,
-    "conformance/faults": 3_250,
+    "conformance/faults": 3_200,
     "benchmarks": None,
     "docs": None,
     "tools": None,
