@@ -10,12 +10,14 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from q4_lm.models.metadata import Metadata
-from q4_lm.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from q4_lm.tokenizers.vocabulary import build_tokenizer
 from tests.support.events import forget_warnings, heard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from q4_lm.tokenizers.tokenizer import Tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = ["th", "the", "Ġthe", "in", "ing", "Ġt", "Ġa", "12"]

@@ -106,7 +106,7 @@ def write(path: Path, arch: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_family(arch: str, tmp_path: Path) -> None:
-    """A file gives the logits of the decoder that was written, though its tokenizer is not supported: that says so."""
+    """A file gives the logits of the decoder that was written, though its vocabulary lacks scores: that says so."""
     expected = write(tmp_path / "model.gguf", arch)
     tokens = torch.randint(0, 40, (2, 20))
     with torch.no_grad(), q4.Session(EXACT) as session:

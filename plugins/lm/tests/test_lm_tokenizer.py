@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from q4_lm.models.metadata import Metadata
-from q4_lm.tokenizers.tokenizer import build_tokenizer
+from q4_lm.tokenizers.vocabulary import build_tokenizer
 from q4core import CheckpointError, InputError
 
 if TYPE_CHECKING:
@@ -92,10 +92,15 @@ def test_stops(tokenizer: Tokenizer, vocabulary: dict[str, Any]) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "kind": ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model"),
+    "kind": ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model"),
     "pre-tokeniser": ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre"),
     "tokens missing": ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
     "tokens empty": ({"tokenizer.ggml.tokens": []}, "tokenizer.ggml.tokens"),
+    "token empty": ({"tokenizer.ggml.tokens": ["a", ""]}, "tokenizer.ggml.tokens[1]"),
+    "no bos to add": (
+        {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None},
+        "tokenizer.ggml.bos_token_id",
+    ),
     "token not text": ({"tokenizer.ggml.tokens": ["a", 1]}, "tokenizer.ggml.tokens[1]"),
     "token twice": ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokenizer.ggml.tokens"),
     "types too few": ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type"),

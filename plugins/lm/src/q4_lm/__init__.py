@@ -19,7 +19,8 @@ from q4_lm.models.saved import load_model, save_model
 from q4_lm.models.transformer import TransformerBlock, TransformerDecoder, TransformerEncoder, build_transformer
 from q4_lm.plugin import q4_architectures, q4_commands, q4_layers
 from q4_lm.tokenizers.chat import render_chat
-from q4_lm.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from q4_lm.tokenizers.tokenizer import Tokenizer
+from q4_lm.tokenizers.vocabulary import build_tokenizer
 
 __all__ = [
     "Architecture",

@@ -17,7 +17,8 @@ from q4_lm.models.transformer import TransformerDecoder
 from q4_lm.prepared.opening import CachedModel, open_folder, opening
 from q4_lm.tokenizers.chat import render_chat
 from q4_lm.tokenizers.hf_tokenizer import read_chat_template
-from q4_lm.tokenizers.tokenizer import Tokenizer, Vocabulary, read_vocabulary
+from q4_lm.tokenizers.tokenizer import Tokenizer
+from q4_lm.tokenizers.vocabulary import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,6 +99,10 @@ class LanguageModel:
             metadata = Metadata(checkpoint.metadata, path)
             architecture = find_architecture(metadata)  # before the seconds that a vocabulary takes
             vocabulary = read_vocabulary(metadata)
+            rows = architecture.config(checkpoint, metadata).vocab_size
+            if len(vocabulary.tokens) > rows:
+                rule = f"at most {rows} items long, as the embedding has rows"
+                metadata.fail("tokenizer.ggml.tokens", rule, len(vocabulary.tokens))
             decoder = build_decoder(checkpoint, session, metadata)
         special = {
             f"{name}_token": vocabulary.tokens[metadata.integer(f"tokenizer.ggml.{name}_token_id", low=0)]

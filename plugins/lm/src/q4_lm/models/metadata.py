@@ -120,6 +120,18 @@ class Metadata:
             self.fail(key, "true or false", value)
         return value
 
+    def numbers(self, key: str) -> list[float]:
+        """Return an array of numbers, whole ones among them.
+
+        Raises:
+            CheckpointError: Absent, not an array, or with an item of another kind.
+        """
+        value = self._get(key, _MISSING)
+        found = value.tolist() if hasattr(value, "tolist") else value
+        if isinstance(found, list) and all(type(item) is int for item in found):
+            return [float(item) for item in found]
+        return self.items(key, float)
+
     def items(self, key: str, kind: type[_T]) -> list[_T]:
         """Return an array of texts or of whole numbers.
 

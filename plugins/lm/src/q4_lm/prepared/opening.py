@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheWarning", "CachedModel", "open_folder", "opening"]
 
 _T = TypeVar("_T")
-_VERSION = 4
+_VERSION = 5
 _HEAD_BYTES = 1 << 18
 _OPTIONS = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
 _IGNORED = {"Q4_LOG", "Q4_CACHE", "Q4_CACHE_LIMIT"}
