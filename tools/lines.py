@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".cpp", ".c", ".h", ".hpp", ".cu", ".cuh"}
 NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
-    "q4core": 11_500,
+    "q4core": 11_600,
     "plugins/actors": 6_650,
     "plugins/cli": 2_600,
     "plugins/cpu-native": None,

@@ -24,7 +24,6 @@ _CHUNK_ELEMENTS = 1 << 19
 """Elements decoded at once; their temporaries, at most 30 bytes each, stay below 16 MB."""
 _MOST_ELEMENTS = 1 << 40
 _DTYPES = (*FLOATS, torch.float64)
-_SYMMETRIC_ZERO = 8
 _WHOLE = 1 << 23
 """Up to here float32 adds whole numbers exactly."""
 _TABLES: dict[tuple[Format, torch.device], torch.Tensor] = {}
@@ -41,7 +40,7 @@ def dequantize(
     """Return the effective dense weight, so that ``y = x @ result.T``.
 
     Each operation is rounded to float32 once, in the order of the dialect's own library: ``code * scale``, then
-    ``+ offset``; or ``(code - zero) * scale`` (no zero point means 8); then ``input_permutation`` and
+    ``+ offset``; or ``(code - zero) * scale`` (no zero point means the middle code); then ``input_permutation`` and
     ``input_channel_scale``; then one cast to ``dtype``. For float64 the same formula is computed in float64 from the
     resolved float32 scales and the float32 codebook: the exact value, against which kernels are judged.
 
@@ -115,7 +114,7 @@ def _chosen_rows(weight: PackedWeight, rows: slice | torch.Tensor | None) -> ran
 def _decoder(weight: PackedWeight, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function from codes to their values, in ``dtype``, in new memory, before zero point and scale."""
     if weight.format.form is Form.INTEGER:
-        middle = 0 if weight.zero is not None else _SYMMETRIC_ZERO
+        middle = 0 if weight.zero is not None else weight.format.middle
         return lambda codes: codes.to(dtype).sub_(middle) if middle else codes.to(dtype)
     if weight.codebook is not None:
         table = weight.codebook.to(torch.float32).to(dtype)
@@ -180,8 +179,9 @@ def _values(
             part.sub_(zero)
     for part, scale in by_block(weight.resolved_scale(blocks)):
         part.mul_(scale)
-    if weight.offset is not None:
-        for part, offset in by_block(weight.offset[blocks]):
+    offsets = weight.resolved_offset(blocks)
+    if offsets is not None:
+        for part, offset in by_block(offsets):
             part.add_(offset)
     return values
 

@@ -55,6 +55,8 @@ class ScaleKind(enum.Enum):
     """e4m3 ÷ global (compressed-tensors)."""
     DOUBLE_QUANT = "double_quant"
     """table[u8] × second absmax + mean (bitsandbytes)."""
+    SUPER_BLOCK = "super_block"
+    """u8 or i8 × one float of a super-block; offsets alike (ggml's K-quants and IQ4_XS)."""
 
 
 class Form(enum.Enum):
@@ -129,6 +131,11 @@ class Format:
     def _own_scale_kind(self) -> ScaleKind:
         return min(self.scale_kinds, key=lambda kind: (kind is not ScaleKind.PLAIN, kind.value))
 
+    @property
+    def middle(self) -> int:
+        """The code that stands for zero where an INTEGER format has no zero point: 8 of 4 bits, 128 of 8."""
+        return 1 << (self.bits - 1)
+
     def codebook_tensor(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a fresh tensor [2**bits] of the codebook."""
         return torch.tensor(self.codebook, dtype=dtype, device=device)
@@ -151,7 +158,10 @@ _E2M1 = (*_E2M1_HALF, *(-value for value in _E2M1_HALF))  # code 8 is -0
 _NIBBLES = tuple(map(float, range(16)))
 _SIGNED_NIBBLES = tuple(map(float, range(-8, 8)))
 _SIGNED_BYTES = tuple(map(float, (*range(128), *range(-128, 0))))
+_BYTES = tuple(map(float, range(256)))
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _PLAIN, _E8M0 = frozenset({ScaleKind.PLAIN}), frozenset({ScaleKind.E8M0})
+_GGML_SCALES = frozenset({ScaleKind.PLAIN, ScaleKind.SUPER_BLOCK})
 _GGML = Packing.half_split(32)
 _BNB: dict[str, Any] = {
     "scale_kinds": frozenset({ScaleKind.PLAIN, ScaleKind.DOUBLE_QUANT}),
@@ -173,10 +183,13 @@ BUILTIN_FORMATS: dict[str, Format] = {
             has_signed_scales=False, rule="e2m1",
         ),
         Format("mxfp4", Form.CODEBOOK, 4, 32, _E2M1, _E8M0, _BY_32, has_signed_scales=False, rule="e2m1"),
-        Format("q4_0", Form.CODEBOOK, 4, 32, _SIGNED_NIBBLES, _PLAIN, _BY_32, packing=_GGML, rule="q4_0"),
-        Format("q4_1", Form.CODEBOOK, 4, 32, _NIBBLES, _PLAIN, _BY_32, has_offset=True, packing=_GGML, rule="q4_1"),
+        Format("q4_0", Form.CODEBOOK, 4, 32, _SIGNED_NIBBLES, _GGML_SCALES, packing=_GGML, rule="q4_0"),
+        Format("q4_1", Form.CODEBOOK, 4, 32, _NIBBLES, _GGML_SCALES, has_offset=True, packing=_GGML, rule="q4_1"),
+        Format("iq4_nl", Form.CODEBOOK, 4, 32, _IQ4_NL, _GGML_SCALES, packing=_GGML),
         Format("int4", Form.INTEGER, 4, 128, rule="affine"),
-        Format("q8_0", Form.CODEBOOK, 8, 32, _SIGNED_BYTES, _PLAIN, _BY_32, rule="q8_0"),
+        Format("int8", Form.INTEGER, 8, 128),
+        Format("q8_0", Form.CODEBOOK, 8, 32, _SIGNED_BYTES, _GGML_SCALES, rule="q8_0"),
+        Format("q8_affine", Form.CODEBOOK, 8, 32, _BYTES, _GGML_SCALES, has_offset=True),
     )
 }  # fmt: skip
 
@@ -220,6 +233,7 @@ def resolve_levels(  # noqa: PLR0913  # the levels of a scale, as stored
         global_scale: Scalar or [N] float, for E4M3_MUL and E4M3_DIV.
         nested_codebook: [256] float, for DOUBLE_QUANT.
         nested_scale: [ceil(numel / nested_block_size)] float, for DOUBLE_QUANT; blocks run over the flattened scales.
+            For SUPER_BLOCK one for each scale.
         nested_offset: Scalar float, for DOUBLE_QUANT.
         nested_block_size: Number of scales that share one entry of ``nested_scale``.
 
@@ -244,6 +258,8 @@ def resolve_levels(  # noqa: PLR0913  # the levels of a scale, as stored
         return (product + stored("nested_offset", nested_offset)).reshape(scale.shape)
     if kind is ScaleKind.PLAIN:
         return scale.to(torch.float32)
+    if kind is ScaleKind.SUPER_BLOCK:
+        return scale.to(torch.float32) * stored("nested_scale", nested_scale).reshape(scale.shape)
     if kind is ScaleKind.E8M0:
         return scale.view(torch.float8_e8m0fnu).to(torch.float32)
     values = scale.view(torch.float8_e4m3fn).to(torch.float32)

@@ -64,7 +64,16 @@ def _ask(backend: Backend, request: Request, *, any_precision: bool) -> tuple[Re
         # What no allowed precision reads, the core resolves first; a quantiser is asked for what is to be written.
         if request.op == "linear" and request.scale_kind not in kinds and ScaleKind.PLAIN in kinds:
             features = request.features - {Feature.ROW_GLOBAL_SCALE}
-            request = attrs.evolve(request, scale_kind=ScaleKind.PLAIN, scale_dtype=torch.float32, features=features)
+            # The offsets of a super-block are resolved with its scales.
+            is_super = request.scale_kind is ScaleKind.SUPER_BLOCK and request.second_dtype is not None
+            second = torch.float32 if is_super else request.second_dtype
+            request = attrs.evolve(
+                request,
+                scale_kind=ScaleKind.PLAIN,
+                scale_dtype=torch.float32,
+                second_dtype=second,
+                features=features,
+            )
         refusals = capabilities.refusals(request, any_precision=any_precision)
         if refusals:
             return request, Support.no(refusals, native_state="not asked")

@@ -26,7 +26,9 @@ def _are_same(weights: Sequence[PackedWeight], field: str) -> bool:
 def _check_joinable(weights: Sequence[PackedWeight]) -> None:
     if not weights:
         raise WeightError("cat", name="weights", rule="at least one weight", value=0)
-    for field in ("format", "in_features", "block_size", "scale_kind", "blocks", "dtype", "device"):
+    is_super = weights[0].scale_kind is ScaleKind.SUPER_BLOCK
+    fields = ("format", "in_features", "block_size", "scale_kind", "blocks", "dtype", "device")
+    for field in (*fields, "nested_block_size") if is_super else fields:
         values = [getattr(weight, field) for weight in weights]
         if any(value != values[0] for value in values):
             raise WeightError("cat", name=field, rule="equal in all weights", value=[str(value) for value in values])
@@ -62,12 +64,13 @@ def cat(weights: Sequence[PackedWeight], *, name: str | None = None) -> PackedWe
         width = -(-head.in_features // unit) * unit // per_byte
         qdata = [part.qdata.reshape(part.out_features, -1)[:, :width] for part in parts]
     changes: dict[str, Any] = {"qdata": torch.cat(qdata), "scale": cat_stored([part.scale for part in parts])}
-    for field in ("offset", "zero"):
+    levels = ("nested_scale", "nested_offset") if head.scale_kind is ScaleKind.SUPER_BLOCK else ()
+    for field in ("offset", "zero", *levels):
         tensors = [getattr(part, field) for part in parts if getattr(part, field) is not None]
         if len(tensors) not in {0, len(parts)}:
             raise WeightError("cat", name=field, rule="present in all weights or in none", value="present in some")
         if tensors:
-            changes[field] = torch.cat(tensors)
+            changes[field] = torch.cat([tensor.reshape(-1) if field in levels else tensor for tensor in tensors])
     if not _are_same(parts, "global_scale"):
         rows = [(part.global_scale, part.out_features) for part in parts]
         changes["global_scale"] = torch.cat([scale.reshape(-1).expand(n) for scale, n in rows if scale is not None])

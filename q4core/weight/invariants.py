@@ -25,6 +25,7 @@ _SCALE_DTYPES = {
     ScaleKind.E4M3_MUL: _E4M3,
     ScaleKind.E4M3_DIV: _E4M3,
     ScaleKind.DOUBLE_QUANT: _BYTES,
+    ScaleKind.SUPER_BLOCK: frozenset({torch.uint8, torch.int8}),
 }
 _FINITE, _NOT_NEGATIVE, _POSITIVE = "finite", "finite and not negative", "finite and positive"
 _SIDE_RULES = {
@@ -95,7 +96,7 @@ def _scales(weight: PackedWeight) -> Iterator[_Rule]:
     expected = [flat] if weight.blocks is BlockOrder.FLAT else [rows, weight.blocks_per_row]
     for name, legal, rule in (
         ("scale", _SCALE_DTYPES[kind], f"of a dtype that scale kind {kind.value} has"),
-        ("offset", FLOATS, "of a float dtype"),
+        ("offset", _BYTES if kind is ScaleKind.SUPER_BLOCK else FLOATS, f"of a dtype that scale kind {kind.value} has"),
         ("zero", _ZERO_DTYPES, "of dtype uint8, int8, int32 or a float one"),
     ):
         tensor = getattr(weight, name)
@@ -107,25 +108,32 @@ def _scales(weight: PackedWeight) -> Iterator[_Rule]:
 def _presence(weight: PackedWeight) -> Iterator[_Rule]:
     form, kind = str(weight.format), f"scale kind {weight.scale_kind.value}"
     is_integer, is_nested = weight.format.form is Form.INTEGER, weight.scale_kind is ScaleKind.DOUBLE_QUANT
+    is_super = weight.scale_kind is ScaleKind.SUPER_BLOCK
     wanted = {
         "offset": (form, weight.format.has_offset),
         "codebook" if is_integer else "zero": (form, False),
         "global_scale": (kind, weight.scale_kind in {ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV}),
-        **dict.fromkeys(("nested_codebook", "nested_scale", "nested_offset"), (kind, is_nested)),
+        "nested_codebook": (kind, is_nested),
+        "nested_scale": (kind, is_nested or is_super),
+        "nested_offset": (kind, is_nested or (is_super and weight.format.has_offset)),
     }
     for name, (why, is_wanted) in wanted.items():
         is_there = getattr(weight, name) is not None
         rule = f"{'present' if is_wanted else 'absent'} for {why}"
         yield is_there == is_wanted, name, rule, "present" if is_there else "absent"
+    per_row, nested = weight.blocks_per_row, weight.nested_block_size
+    is_met = not is_super or (weight.blocks is BlockOrder.ROW and per_row % nested == 0)
+    yield is_met, "nested_block_size", f"a divisor of the {per_row} scales of a row for {kind}", nested
 
 
 def _side_tensors(weight: PackedWeight) -> Iterator[_Rule]:
     columns = weight.in_features
+    second = -(-weight.scale.numel() // weight.nested_block_size)
     for name, legal in (
         ("codebook", (2**weight.format.bits,)),
         ("nested_codebook", (256,)),
-        ("nested_scale", (-(-weight.scale.numel() // weight.nested_block_size),)),
-        ("nested_offset", (1,)),
+        ("nested_scale", (second,)),
+        ("nested_offset", (second if weight.scale_kind is ScaleKind.SUPER_BLOCK else 1,)),
         ("input_channel_scale", (columns,)),
         ("input_permutation", (columns,)),
         ("activation_scale", (1,)),
@@ -194,10 +202,13 @@ def _numbers(weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor, str]]:
         yield "scale", weight.scale, _FINITE if weight.format.has_signed_scales else _NOT_NEGATIVE
     elif weight.scale_kind is ScaleKind.E8M0:
         yield "scale", weight.scale.view(torch.float8_e8m0fnu), _NOT_NEGATIVE
-    elif weight.scale_kind is not ScaleKind.DOUBLE_QUANT:
+    elif weight.scale_kind not in {ScaleKind.DOUBLE_QUANT, ScaleKind.SUPER_BLOCK}:
         yield "scale", weight.scale.view(torch.float8_e4m3fn), _NOT_NEGATIVE
+    if weight.scale_kind is ScaleKind.SUPER_BLOCK and weight.nested_scale is not None:
+        yield "nested_scale", weight.nested_scale, _FINITE
     for name, rule in _SIDE_RULES.items():
-        tensor = getattr(weight, name)
+        is_signed = name == "nested_scale" and weight.scale_kind is ScaleKind.SUPER_BLOCK
+        tensor = None if is_signed else getattr(weight, name)
         if tensor is not None and tensor.is_floating_point():
             divides = name == "global_scale" and weight.scale_kind is ScaleKind.E4M3_DIV
             yield name, tensor, _POSITIVE if divides else rule

@@ -38,21 +38,25 @@ class PackedWeight:
         qdata: uint8. ROW blocks: [N, P], or [N, G, P] for codes stored in groups between other data (ggml's blocks);
             FLAT blocks: [ceil(N * K / 2)]. Any strides: it may be a view of a mapped file.
         scale: Block scales as stored. ROW: [N, ceil(K / block_size)]; FLAT: [ceil(N * K / block_size)]. float32,
-            float16, bfloat16 (PLAIN); uint8 or the float8 dtype (E8M0, E4M3*); uint8 (DOUBLE_QUANT).
+            float16, bfloat16 (PLAIN); uint8 or the float8 dtype (E8M0, E4M3*); uint8 (DOUBLE_QUANT); uint8 or int8
+            (SUPER_BLOCK).
         out_features: N.
         in_features: K.
         block_size: In-features per scale.
         scale_kind: How ``scale`` is stored.
         packing: How codes share bytes.
         blocks: Along what blocks run.
-        offset: Float, the shape of ``scale``, for formats with an offset.
-        zero: Integer or float zero points, the shape of ``scale``, for INTEGER formats; None means 8 (symmetric).
+        offset: Float, the shape of ``scale``, for formats with an offset; uint8 for SUPER_BLOCK.
+        zero: Integer or float zero points, the shape of ``scale``, for INTEGER formats; None means the middle code, 8
+            of 4 bits and 128 of 8 (symmetric).
         codebook: [2**bits] float32, where it differs from the format's own.
         global_scale: Float scalar, or [N], for E4M3_MUL and E4M3_DIV.
         nested_codebook: [256] float, for DOUBLE_QUANT.
-        nested_scale: [ceil(scale.numel() / nested_block_size)] float, for DOUBLE_QUANT.
-        nested_offset: Scalar float, for DOUBLE_QUANT.
-        nested_block_size: Scales that share one entry of ``nested_scale``.
+        nested_scale: [ceil(scale.numel() / nested_block_size)] float, for DOUBLE_QUANT and SUPER_BLOCK; the latter's
+            may be negative.
+        nested_offset: Scalar float, for DOUBLE_QUANT; for SUPER_BLOCK with offsets float, the shape of
+            ``nested_scale``: what multiplies ``offset``.
+        nested_block_size: Scales that share one entry of ``nested_scale``; for SUPER_BLOCK a divisor of a row's.
         input_channel_scale: [K] float; multiplies the input.
         input_permutation: [K] int64; stored column j belongs to input feature ``input_permutation[j]``.
         activation_scale: Scalar float: the checkpoint's static activation scale (a multiplier).
@@ -145,11 +149,20 @@ class PackedWeight:
         """
         return slicing.resolved_rows(self, slice(None) if rows is None else rows)
 
+    def resolved_offset(self, rows: slice | torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return the offsets of the blocks in a float dtype, shaped as ``offset[rows]``; None where there are none.
+
+        Args:
+            rows: As for ``resolved_scale``.
+        """
+        return slicing.resolved_offset(self, slice(None) if rows is None else rows)
+
     def with_plain_scale(self) -> PackedWeight:
         """Return the weight with its scale levels collapsed into plain float32 (the same values, fewer levels)."""
         if self.scale_kind is ScaleKind.PLAIN:
             return self
-        return attrs.evolve(self, scale=self.resolved_scale(), scale_kind=ScaleKind.PLAIN, **_NO_LEVELS)
+        scale, offset = self.resolved_scale(), self.resolved_offset()
+        return attrs.evolve(self, scale=scale, offset=offset, scale_kind=ScaleKind.PLAIN, **_NO_LEVELS)
 
     def codes(self) -> torch.Tensor:
         """Return the codes, one per byte: uint8 [N, K], or [N * K] for FLAT blocks."""

@@ -29,24 +29,35 @@ def resolved_rows(weight: PackedWeight, rows: slice | torch.Tensor) -> torch.Ten
     global_scale, nested = weight.global_scale, weight.nested_scale
     if global_scale is not None and global_scale.numel() > 1:
         global_scale = global_scale[rows]
-    if nested is not None and weight.scale_kind is ScaleKind.DOUBLE_QUANT:
-        # Each scale gets its own entry of the second level, which is then a level with blocks of one.
-        places = rows
-        if isinstance(places, slice):
-            places = torch.arange(*places.indices(weight.scale.shape[0]), device=weight.device)
-        if weight.scale.dim() > 1:
-            width = weight.scale.shape[1]
-            places = places[:, None] * width + torch.arange(width, device=weight.device)
-        nested = nested[places // weight.nested_block_size].reshape(-1)
     return resolve_levels(
         weight.scale_kind,
         _index_rows(weight.scale, rows),
         global_scale=global_scale,
         nested_codebook=weight.nested_codebook,
-        nested_scale=nested,
+        nested_scale=None if nested is None else _spread(weight, nested, rows),
         nested_offset=weight.nested_offset,
         nested_block_size=1,
     )
+
+
+def resolved_offset(weight: PackedWeight, rows: slice | torch.Tensor) -> torch.Tensor | None:
+    """Return the float offsets of some rows, or of some blocks of a FLAT weight; None where there are none."""
+    offset, nested = weight.offset, weight.nested_offset
+    if offset is None or weight.scale_kind is not ScaleKind.SUPER_BLOCK or nested is None:
+        return None if offset is None else offset[rows]
+    stored = offset[rows]
+    return stored.to(torch.float32) * _spread(weight, nested, rows).to(torch.float32).view(stored.shape)
+
+
+def _spread(weight: PackedWeight, level: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Return a second level's entry for each scale of some rows, flat: a level with blocks of one."""
+    places = rows
+    if isinstance(places, slice):
+        places = torch.arange(*places.indices(weight.scale.shape[0]), device=weight.device)
+    if weight.scale.dim() > 1:
+        width = weight.scale.shape[1]
+        places = places[:, None] * width + torch.arange(width, device=weight.device)
+    return level.reshape(-1)[places // weight.nested_block_size].reshape(-1)
 
 
 def _fail(weight: PackedWeight, what: str, **facts: Any) -> NoReturn:
@@ -89,7 +100,12 @@ def _pick(weight: PackedWeight, rows: slice | torch.Tensor, count: int) -> Packe
     }
     if weight.global_scale is not None and weight.global_scale.numel() > 1:
         changes["global_scale"] = weight.global_scale[rows]
-    if weight.nested_scale is not None:
+    if weight.scale_kind is ScaleKind.SUPER_BLOCK:  # whose super-blocks end with the row
+        for name in ("nested_scale", "nested_offset"):
+            level = getattr(weight, name)
+            if level is not None:
+                changes[name] = level.reshape(weight.out_features, -1)[rows].reshape(-1)
+    elif weight.nested_scale is not None:
         per_row, nested = weight.blocks_per_row, weight.nested_block_size
         first, is_cut = divmod(rows.start * per_row, nested) if isinstance(rows, slice) else (0, 1)
         if is_cut:
@@ -109,7 +125,7 @@ def _narrow_columns(weight: PackedWeight, start: int, length: int) -> PackedWeig
     if start % step or (stop % step and stop != weight.in_features) or weight.input_permutation is not None:
         rule = f"multiples of {step} in a weight without input_permutation"
         _fail(weight, "narrow", name="start and length", rule=rule, value=(start, length))
-    plain = weight.with_plain_scale() if weight.scale_kind is ScaleKind.DOUBLE_QUANT else weight
+    plain = weight.with_plain_scale() if weight.nested_scale is not None else weight
     per_unit = 1 if is_grouped else unit // per_byte
     changes: dict[str, Any] = {"qdata": plain.qdata[:, start // unit * per_unit : -(-stop // unit) * per_unit]}
     blocks = slice(start // weight.block_size, -(-stop // weight.block_size))

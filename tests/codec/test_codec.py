@@ -278,6 +278,9 @@ def test_memory_is_bounded(name: str, kind: q4.ScaleKind) -> None:
     }
     if kind is q4.ScaleKind.DOUBLE_QUANT:
         spread["nested_scale"] = torch.ones(-(-n * k // form.block_size // 256))
+    if kind is q4.ScaleKind.SUPER_BLOCK:
+        names = ("nested_scale", "nested_offset") if form.has_offset else ("nested_scale",)
+        spread |= {field: getattr(small, field).repeat(n) for field in names}
     weight = attrs.evolve(small, qdata=small.qdata.expand(n, -1), out_features=n, **spread)
     with _Sizes() as sizes:
         result = q4.dequantize(weight, torch.float64)
@@ -297,7 +300,7 @@ def test_memory_is_bounded(name: str, kind: q4.ScaleKind) -> None:
 def test_any_shape(pair: tuple[str, q4.ScaleKind], n: int, k: int, packing: str, seed: int) -> None:
     """Any N, K, format, scale kind and packing decode to the formula."""
     name, kind = pair
-    chosen = None if name == "q8_0" else PACKINGS[packing]
+    chosen = None if q4.BUILTIN_FORMATS[name].bits == 8 else PACKINGS[packing]
     _assert_exact(random_weight(name, n, k, kind, packing=chosen, seed=seed))
 
 

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import safetensors.torch
@@ -44,10 +45,12 @@ def test_whole_number_codebooks() -> None:
     assert q4.BUILTIN_FORMATS["q4_0"].codebook == tuple(range(-8, 8))
     assert q4.BUILTIN_FORMATS["q4_1"].codebook == tuple(range(16))
     assert q4.BUILTIN_FORMATS["q8_0"].codebook == (*range(128), *range(-128, 0))
+    assert q4.BUILTIN_FORMATS["q8_affine"].codebook == tuple(range(256))
+    assert q4.BUILTIN_FORMATS["iq4_nl"].codebook == tuple(gguf.quants.IQ4_NL.kvalues)
 
 
 def test_the_table() -> None:
-    """The eight formats, their bits, blocks and forms."""
+    """The formats, their bits, blocks and forms."""
     table = {
         name: (form.bits, form.block_size, form.form.value, form.has_offset)
         for name, form in q4.BUILTIN_FORMATS.items()
@@ -59,8 +62,11 @@ def test_the_table() -> None:
         "mxfp4": (4, 32, "codebook", False),
         "q4_0": (4, 32, "codebook", False),
         "q4_1": (4, 32, "codebook", True),
+        "iq4_nl": (4, 32, "codebook", False),
         "int4": (4, 128, "integer", False),
+        "int8": (8, 128, "integer", False),
         "q8_0": (8, 32, "codebook", False),
+        "q8_affine": (8, 32, "codebook", True),
     }
     assert all(name == form.name == str(form) for name, form in q4.BUILTIN_FORMATS.items())
     assert all(form.block_size in form.block_sizes or not form.block_sizes for form in q4.BUILTIN_FORMATS.values())

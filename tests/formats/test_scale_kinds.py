@@ -10,6 +10,7 @@ import torch
 
 import q4core as q4
 from tests.support.fakes import FakeBackend, registry
+from tests.support.samples import random_weight
 
 BYTES = frozenset({q4.ScaleKind.E4M3, q4.ScaleKind.E4M3_MUL, q4.ScaleKind.E8M0})
 PLAIN = frozenset({q4.ScaleKind.PLAIN})
@@ -91,3 +92,19 @@ def test_the_reference_serves_whatever_precision_is_asked_for() -> None:
     for weight in (_weight(), _weight().with_plain_scale()):
         selection = _select(backend, weight, "fp4", compute_path="dequant_matmul_only")
         assert (selection.path, selection.backend_request.scale_kind) == (path, weight.scale_kind)
+
+
+def test_offsets_of_super_blocks_become_plain_with_the_scales() -> None:
+    """A backend that reads plain numbers alone is asked for float32 ones, and given them."""
+    path = q4.KernelPath("exact", (1, None), q4.PathKind.KERNEL, q4.Precision.W4A32, 20)
+    backend = _backend({}, (path,), PLAIN)
+    weight = random_weight("q4_1", 8, 256, q4.ScaleKind.SUPER_BLOCK)
+    request = _select(backend, weight, "exact").backend_request
+    assert (request.scale_kind, request.scale_dtype, request.second_dtype) == (
+        q4.ScaleKind.PLAIN,
+        torch.float32,
+        torch.float32,
+    )
+    session = q4.Session(q4.SessionConfig(backend="fake"), registry=registry(backend))
+    layer, x = session.linear(weight), torch.randn(3, 256)
+    assert torch.equal(layer(x), q4.Session(q4.SessionConfig(backend="dequant-fallback")).linear(weight)(x))

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import q4core as q4
+from tests.support.samples import QUANTISED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORMATS = sorted(q4.BUILTIN_FORMATS)
+FORMATS = sorted(QUANTISED)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float64], ids=str)

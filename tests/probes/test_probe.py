@@ -14,6 +14,7 @@ import q4core as q4
 from q4core.probes.comparison import error_bound
 from q4core.probes.linear import find_product_fault, grid_activations, probe_path
 from tests.support.fakes import KERNEL_PATH, FakeBackend, registry
+from tests.support.samples import FORMAT_KINDS, random_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -457,11 +458,13 @@ def test_the_bound_holds_for_float32_and_catches_one_lost_product() -> None:
     assert bool(((torch.zeros(3, 64).double() - exact).abs() > bound).any())
 
 
-@pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
+@pytest.mark.parametrize(("format_", "kind"), FORMAT_KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_reference_passes_its_own_probe_for_every_format(format_: str, dtype: torch.dtype) -> None:
+def test_the_reference_passes_its_own_probe_for_every_format(
+    format_: str, kind: q4.ScaleKind, dtype: torch.dtype
+) -> None:
     """The fallback is right within the bound for every format and dtype, also for a large weight that is sampled."""
-    weight = _weight(format_, rows=1100, columns=256)
+    weight = random_weight(format_, 1100, 256, kind)
     backend = registry().backends()["dequant-fallback"]
     request = q4.Request.for_weight(weight, dtype=dtype)
     (path,) = backend.check(request).paths

@@ -21,6 +21,10 @@ PACKINGS = {
     "half32": q4.Packing.half_split(32),
 }
 KINDS = {name: sorted(form.scale_kinds, key=str) for name, form in q4.BUILTIN_FORMATS.items()}
+QUANTISED = [name for name, form in q4.BUILTIN_FORMATS.items() if form.rule]
+"""Formats that a rule quantises to."""
+WRITTEN_KINDS = [(name, kind) for name in QUANTISED for kind in KINDS[name] if kind is not q4.ScaleKind.SUPER_BLOCK]
+"""The scale kinds that rules write: a super-block's are read alone."""
 FORMAT_KINDS = [(name, kind) for name, kinds in KINDS.items() for kind in kinds]
 
 
@@ -50,6 +54,49 @@ def pack(codes: np.ndarray[Any, Any], packing: q4.Packing) -> torch.Tensor:
     return torch.from_numpy(packed)
 
 
+def _whole(generator: torch.Generator, low: int, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(low, high, shape, generator=generator)
+
+
+def _random_scales(
+    form: q4.Format, kind: q4.ScaleKind, shape: tuple[int, ...], generator: torch.Generator
+) -> dict[str, Any]:
+    """Return scales of a kind, their levels, and offsets where the format has them."""
+    fields: dict[str, Any] = {}
+    if kind is q4.ScaleKind.PLAIN:
+        fields["scale"] = torch.rand(shape, generator=generator) * 0.1 + 1e-3
+    elif kind is q4.ScaleKind.E8M0:
+        fields["scale"] = _whole(generator, 100, 140, *shape).to(torch.uint8).view(torch.float8_e8m0fnu)
+    elif kind is q4.ScaleKind.SUPER_BLOCK:
+        return _super_blocks(form, shape, generator)
+    elif kind is q4.ScaleKind.DOUBLE_QUANT:
+        fields["scale"] = _whole(generator, 0, 256, *shape).to(torch.uint8)
+        fields["nested_codebook"] = torch.linspace(-1, 1, 256)
+        fields["nested_scale"] = torch.rand(-(-fields["scale"].numel() // 256), generator=generator)
+        fields["nested_offset"] = torch.tensor(1.7310585975646973)
+    else:
+        fields["scale"] = _whole(generator, 1, 127, *shape).to(torch.uint8).view(torch.float8_e4m3fn)
+    if kind in {q4.ScaleKind.E4M3_MUL, q4.ScaleKind.E4M3_DIV}:
+        fields["global_scale"] = torch.tensor(0.0123456 if kind is q4.ScaleKind.E4M3_MUL else 1337.7314)
+    if form.has_offset:
+        fields["offset"] = torch.randn(shape, generator=generator).to(torch.float16)
+    return fields
+
+
+def _super_blocks(form: q4.Format, shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Any]:
+    rows, blocks = shape
+    size = next(size for size in (8, 4, 3, 2, 1) if blocks % size == 0)
+    fields: dict[str, Any] = {"nested_block_size": size}
+    fields["nested_scale"] = torch.randn(rows * blocks // size, generator=generator).to(torch.float16)
+    if form.has_offset:
+        fields["scale"] = _whole(generator, 0, 64, *shape).to(torch.uint8)
+        fields["offset"] = _whole(generator, 0, 64, *shape).to(torch.uint8)
+        fields["nested_offset"] = torch.randn(rows * blocks // size, generator=generator).to(torch.float16)
+    else:
+        fields["scale"] = _whole(generator, -128, 128, *shape).to(torch.int8)
+    return fields
+
+
 def random_weight(
     name: str,
     n: int,
@@ -70,31 +117,13 @@ def random_weight(
     packing = packing or form.packing
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {kind} {n} {k} {seed}".encode()))
 
-    def whole(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
     flat = blocks is FLAT
     shape = (-(-n * k // block),) if flat else (n, -(-k // block))
-    codes = whole(0, 2**form.bits, 1 if flat else n, n * k if flat else k)
+    codes = _whole(generator, 0, 2**form.bits, 1 if flat else n, n * k if flat else k)
     qdata = pack(codes.numpy().astype(np.uint8), packing)
-    fields: dict[str, Any] = {}
-    if kind is q4.ScaleKind.PLAIN:
-        fields["scale"] = torch.rand(shape, generator=generator) * 0.1 + 1e-3
-    elif kind is q4.ScaleKind.E8M0:
-        fields["scale"] = whole(100, 140, *shape).to(torch.uint8).view(torch.float8_e8m0fnu)
-    elif kind is q4.ScaleKind.DOUBLE_QUANT:
-        fields["scale"] = whole(0, 256, *shape).to(torch.uint8)
-        fields["nested_codebook"] = torch.linspace(-1, 1, 256)
-        fields["nested_scale"] = torch.rand(-(-fields["scale"].numel() // 256), generator=generator)
-        fields["nested_offset"] = torch.tensor(1.7310585975646973)
-    else:
-        fields["scale"] = whole(1, 127, *shape).to(torch.uint8).view(torch.float8_e4m3fn)
-    if kind in {q4.ScaleKind.E4M3_MUL, q4.ScaleKind.E4M3_DIV}:
-        fields["global_scale"] = torch.tensor(0.0123456 if kind is q4.ScaleKind.E4M3_MUL else 1337.7314)
-    if form.has_offset:
-        fields["offset"] = torch.randn(shape, generator=generator).to(torch.float16)
+    fields = _random_scales(form, kind, shape, generator)
     if form.form is q4.Form.INTEGER:
-        fields["zero"] = whole(0, 16, *shape).to(torch.uint8)
+        fields["zero"] = _whole(generator, 0, 2**form.bits, *shape).to(torch.uint8)
     fields.update(qdata=qdata[0] if flat else qdata, scale_kind=kind, packing=packing, blocks=blocks, block_size=block)
     fields.update(changes)
     return q4.PackedWeight(format=form, out_features=n, in_features=k, **fields)
@@ -115,6 +144,11 @@ def scale_of(weight: q4.PackedWeight, place: int) -> Any:
     kind = weight.scale_kind
     if kind is q4.ScaleKind.PLAIN:
         return np.float32(float(stored))
+    if kind is q4.ScaleKind.SUPER_BLOCK:
+        assert weight.nested_scale is not None
+        return np.float32(
+            np.float32(int(stored)) * np.float32(float(weight.nested_scale[place // weight.nested_block_size]))
+        )
     byte = int(stored.view(torch.uint8))
     if kind is q4.ScaleKind.E8M0:
         return np.float32(np.ldexp(1.0, byte - 127)) if byte < 255 else np.float32("nan")
@@ -131,6 +165,16 @@ def scale_of(weight: q4.PackedWeight, place: int) -> Any:
     every = weight.global_scale.reshape(-1)
     total = np.float32(float(every[place // weight.blocks_per_row if len(every) > 1 else 0]))
     return np.float32(total * value if kind is q4.ScaleKind.E4M3_MUL else value / total)
+
+
+def offset_of(weight: q4.PackedWeight, place: int) -> Any:
+    """Return one resolved block offset (np.float32), by its place among all of them."""
+    assert weight.offset is not None
+    stored = np.float32(float(weight.offset.reshape(-1)[place]))
+    if weight.scale_kind is not q4.ScaleKind.SUPER_BLOCK:
+        return stored
+    assert weight.nested_offset is not None
+    return np.float32(stored * np.float32(float(weight.nested_offset[place // weight.nested_block_size])))
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -159,11 +203,12 @@ def oracle(weight: q4.PackedWeight, work: type = np.float32) -> torch.Tensor:
             block = place // weight.block_size + (0 if flat else row * weight.blocks_per_row)
             scale = work(scale_of(weight, block))
             if weight.format.form is q4.Form.INTEGER:
-                value = (work(code) - work(8 if side["zero"] is None else side["zero"][block])) * scale
+                middle = 2 ** (weight.format.bits - 1)
+                value = (work(code) - work(middle if side["zero"] is None else side["zero"][block])) * scale
             else:
                 value = work(np.float32(codebook[code])) * scale
             if side["offset"] is not None:
-                value = value + work(side["offset"][block])
+                value = value + work(offset_of(weight, block))
             result[row, permutation[column]] = value
     if weight.input_channel_scale is not None:
         result *= weight.input_channel_scale.to(torch.float32).numpy().astype(work)

@@ -35,6 +35,7 @@ def _values(weight: q4.PackedWeight) -> torch.Tensor:
 
 BYTES = torch.uint8
 FLAT_CODES = torch.zeros(256, dtype=BYTES)
+FLAT_BYTES = torch.zeros(16, dtype=torch.int8)
 FAULTS: list[tuple[str, str, Kind, dict[str, Any]]] = [
     ("out_features", "nf4", Kind.PLAIN, {"out_features": 0}),
     ("out_features", "nf4", Kind.PLAIN, {"out_features": 2**31}),
@@ -95,6 +96,22 @@ FAULTS: list[tuple[str, str, Kind, dict[str, Any]]] = [
     ("input_permutation", "nf4", Kind.PLAIN, {"input_permutation": torch.arange(128, dtype=torch.int32)}),
     ("activation_scale", "nf4", Kind.PLAIN, {"activation_scale": torch.ones(2)}),
     ("tensors", "nf4", Kind.PLAIN, {"scale": torch.ones(4, 2, device="meta")}),
+    ("scale", "q4_0", Kind.SUPER_BLOCK, {"scale": torch.ones(4, 4)}),
+    ("offset", "q4_1", Kind.SUPER_BLOCK, {"offset": torch.ones(4, 4)}),
+    ("nested_scale", "q4_0", Kind.SUPER_BLOCK, {"nested_scale": None}),
+    ("nested_scale", "q4_0", Kind.SUPER_BLOCK, {"nested_scale": torch.ones(3)}),
+    ("nested_scale", "q4_0", Kind.SUPER_BLOCK, {"nested_scale": torch.ones(4, dtype=BYTES)}),
+    ("nested_codebook", "q4_0", Kind.SUPER_BLOCK, {"nested_codebook": torch.zeros(256)}),
+    ("nested_offset", "q4_1", Kind.SUPER_BLOCK, {"nested_offset": None}),
+    ("nested_offset", "q4_1", Kind.SUPER_BLOCK, {"nested_offset": torch.ones(1)}),
+    ("nested_offset", "q4_0", Kind.SUPER_BLOCK, {"nested_offset": torch.ones(4)}),
+    ("nested_block_size", "q4_0", Kind.SUPER_BLOCK, {"nested_block_size": 3}),
+    (
+        "nested_block_size",
+        "q4_0",
+        Kind.SUPER_BLOCK,
+        {"blocks": FLAT, "qdata": FLAT_CODES, "scale": FLAT_BYTES, "packing": PACKINGS["low"]},
+    ),
 ]
 
 

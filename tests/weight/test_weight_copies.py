@@ -106,6 +106,7 @@ def test_cat_notes_what_it_drops() -> None:
     assert joined.notes[-1] == "static activation scales differ and were dropped"
 
 
+LEVELS = {name: torch.ones(4) for name in ("nested_scale", "nested_offset")}
 DIFFERENCES: list[tuple[str, Any]] = [
     ("format", random_weight("fp4", 2, 128)),
     ("in_features", random_weight("nf4", 2, 64)),
@@ -138,6 +139,26 @@ def test_cat_joins_plain_and_double_quantised_scales() -> None:
     assert caught.value.name == "scale_kind"
 
 
+def test_super_blocks_are_joined_and_cut_as_stored() -> None:
+    """Rows and joined rows have their bytes and levels; columns are resolved; super-blocks of two sizes don't join."""
+    weight = random_weight("q4_1", 4, 512, Kind.SUPER_BLOCK)
+    values = _values(weight)
+    for part, rows in ((weight.narrow(0, 1, 2), [1, 2]), (weight.take_rows(torch.tensor([3, 0])), [3, 0])):
+        assert part.scale_kind is Kind.SUPER_BLOCK
+        assert torch.equal(_values(part), values[rows])
+    joined = q4.cat([weight, weight.narrow(0, 0, 1)])
+    assert joined.scale_kind is Kind.SUPER_BLOCK
+    assert torch.equal(_values(joined), torch.cat([values, values[:1]]))
+    columns = weight.narrow(1, 64, 96)
+    assert columns.scale_kind is Kind.PLAIN
+    assert torch.equal(_values(columns), values[:, 64:160])
+    assert torch.equal(_values(weight.with_plain_scale()), values)
+    other = random_weight("q4_1", 4, 512, Kind.SUPER_BLOCK, nested_block_size=16, **LEVELS)
+    with pytest.raises(q4.WeightError) as caught:
+        q4.cat([weight, other])
+    assert caught.value.name == "nested_block_size"
+
+
 def test_cat_refuses_nothing_and_flat_and_half_a_zero() -> None:
     """No weight, flat blocks, and zero points in some weights only are refused."""
     flat = random_weight("nf4", 2, 100, blocks=FLAT)
@@ -162,7 +183,7 @@ def test_cutting_and_joining_are_inverse(
 ) -> None:
     """A weight cut into rows and joined again has its values, and each cut has its part of them."""
     name, kind = pair
-    chosen = None if name == "q8_0" else PACKINGS[packing]
+    chosen = None if q4.BUILTIN_FORMATS[name].bits == 8 else PACKINGS[packing]
     block = q4.BUILTIN_FORMATS[name].block_size
     weight = random_weight(name, n, blocks * max(block, 32), kind, packing=chosen)
     values = _values(weight)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import q4core as q4
+from tests.support.samples import FORMAT_KINDS, random_weight
 
 
-@pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
-def test_round_trip_through_json(format_: str) -> None:
+@pytest.mark.parametrize(("format_", "kind"), FORMAT_KINDS)
+def test_round_trip_through_json(format_: str, kind: q4.ScaleKind) -> None:
     """Every format's spec comes back equal, and builds the same weight."""
-    weight = q4.quantize(torch.randn(8, 128), format_, name="w")
+    weight = random_weight(format_, 8, 128, kind, name="w")
     spec = q4.WeightSpec.of(weight)
     again = q4.WeightSpec.from_json(spec.to_json())
     assert again == spec

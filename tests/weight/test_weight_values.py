@@ -44,6 +44,8 @@ VALUES: list[tuple[str, str, Kind, dict[str, Any]]] = [
     ("nested_codebook[0]", "nf4", Kind.DOUBLE_QUANT, {"nested_codebook": torch.full((256,), NAN)}),
     ("nested_scale[0]", "nf4", Kind.DOUBLE_QUANT, {"nested_scale": torch.tensor([-1.0])}),
     ("nested_offset[]", "nf4", Kind.DOUBLE_QUANT, {"nested_offset": torch.tensor(NAN)}),
+    ("nested_scale[2]", "q4_0", Kind.SUPER_BLOCK, {"nested_scale": torch.tensor([1.0, -1.0, INF, 1.0])}),
+    ("nested_offset[0]", "q4_1", Kind.SUPER_BLOCK, {"nested_offset": torch.full((4,), NAN)}),
     ("input_channel_scale[0]", "nf4", Kind.PLAIN, {"input_channel_scale": torch.full((128,), INF)}),
     ("activation_scale[]", "nf4", Kind.PLAIN, {"activation_scale": torch.tensor(-1.0)}),
     ("input_permutation", "nf4", Kind.PLAIN, {"input_permutation": torch.zeros(128, dtype=torch.int64)}),

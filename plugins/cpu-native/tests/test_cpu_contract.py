@@ -9,13 +9,12 @@ from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.manifest import split
 from q4_cpu_native import CpuNative
-from q4core import BUILTIN_FORMATS
 from tests.support.cpu_layers import ISAS
 
 CASES = split((*linear_cases(), *backend_cases()), BackendSubject(CpuNative()))[0]
 OTHERS = {isa for isa in ISAS if isa != CpuNative("").isa}
 """Instruction sets that do not serve here: the one that does is judged by every case in ``nox -s conformance``."""
-CHOSEN = {"avx2": tuple(BUILTIN_FORMATS), "avxvnni": ("nf4",), "avx512": ("int4",)}
+CHOSEN = {"avx2": tuple(sorted(CpuNative.capabilities.formats)), "avxvnni": ("nf4",), "avx512": ("int4",)}
 """Formats in every run; AVX2 is in each, so that a run is the same on each machine."""
 KERNELS = {"values", "noise", "non_finite", "zero_inputs", "bias", "last_page", "thread_counts"}
 """Checks of what differs between instruction sets: the kernels. How they are called is the same code for all."""

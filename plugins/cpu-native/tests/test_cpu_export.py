@@ -11,6 +11,8 @@ import q4core as q4
 from q4_cpu_native import CpuNative
 from q4core import Packing, ScaleKind
 from tests.support.cpu_layers import layer_on
+from tests.support.samples import WRITTEN_KINDS
+from tests.support.samples import random_weight as kinds_of_weight
 
 BACKEND = CpuNative("")
 PACKINGS = [Packing.LOW_FIRST, Packing.HIGH_FIRST, Packing.half_split(32), Packing.half_split(128)]
@@ -22,15 +24,12 @@ def _layer(weight: q4.PackedWeight, dtype: torch.dtype | None = None) -> q4.Q4Li
 
 def _kinds() -> list[Any]:
     kinds = []
-    for format_ in q4.BUILTIN_FORMATS.values():
-        for kind in sorted(format_.scale_kinds, key=lambda item: item.value):
-            forms: list[dict[str, Any]] = (
-                [{}] if format_.name != "int4" else [{"symmetric": True}, {"symmetric": False}]
-            )
-            kinds += [
-                pytest.param(format_.name, {"scale_kind": kind} | form, id=f"{format_.name}-{kind.value}-{index}")
-                for index, form in enumerate(forms)
-            ]
+    for name, kind in WRITTEN_KINDS:
+        forms: list[dict[str, Any]] = [{}] if name != "int4" else [{"symmetric": True}, {"symmetric": False}]
+        kinds += [
+            pytest.param(name, {"scale_kind": kind} | form, id=f"{name}-{kind.value}-{index}")
+            for index, form in enumerate(forms)
+        ]
     return kinds
 
 
@@ -56,6 +55,22 @@ def test_every_kind_comes_back(format_: str, options: dict[str, Any], packing: P
         options = options | {"packing": packing}
     weight = q4.quantize(_dense(), format_, **options)
     _assert_same(_layer(weight).packed_weight(), weight)
+
+
+@pytest.mark.parametrize(("format_", "packing"), [("q4_0", 32), ("q4_1", 32), ("q4_1", 64), ("q8_0", None)])
+@pytest.mark.parametrize("block", [16, 32])
+def test_scales_of_super_blocks(format_: str, packing: int | None, block: int) -> None:
+    """A weight with super-blocks computes as its resolved numbers do, and comes back with its levels as stored."""
+    chosen = None if packing is None else Packing.half_split(packing)
+    weight = kinds_of_weight(format_, 24, 512, ScaleKind.SUPER_BLOCK, block=block, packing=chosen)
+    layer, plain = _layer(weight), _layer(weight.with_plain_scale())
+    x = _dense(3, 512)
+    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer.rows(torch.tensor([5, 0, 23])), q4.dequantize(weight)[[5, 0, 23]])
+    _assert_same(layer.packed_weight(), weight)
+    again = q4.Q4Linear.empty(24, 512)
+    again.load_state_dict(layer.state_dict())
+    _assert_same(again.packed_weight(), weight)
 
 
 @pytest.mark.parametrize("format_", ["nf4", "fp4"])

@@ -61,7 +61,7 @@ def test_words_are_exact_where_they_can_be() -> None:
 
 def test_the_default_is_int16(backend: CpuNative) -> None:
     """By default, and with few and many rows alike, activations are rounded to int16, for gradients not at all."""
-    for format_ in sorted(q4.BUILTIN_FORMATS):
+    for format_ in sorted(CpuNative.capabilities.formats):
         weight = random_weight(format_)
         segments = layer_on(backend, weight, "auto").diagnostics().segments
         assert {segment.path.precision for segment in segments} == {q4.Precision.W4I16}
@@ -132,7 +132,7 @@ def test_prepared_size(backend: CpuNative, format_: str, size: tuple[int, int]) 
     assert record.source_bytes == 0
 
 
-@pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
+@pytest.mark.parametrize("format_", sorted(CpuNative.capabilities.formats))
 def test_free_range_error(backend: CpuNative, format_: str) -> None:
     """On activations of any value the exact path errs by rounding alone, int16 and int8 by their own steps."""
     weight = random_weight(format_, 96, 512)
@@ -160,7 +160,7 @@ def test_rows_that_integers_can_not_hold_are_computed_exactly(backend: CpuNative
 
 
 @pytest.mark.parametrize("precision", ["exact", "int16", "int8"])
-@pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
+@pytest.mark.parametrize("format_", sorted(CpuNative.capabilities.formats))
 def test_huge_activations_overflow_only_where_the_product_does(
     backend: CpuNative, format_: str, precision: str
 ) -> None:
@@ -349,7 +349,7 @@ def test_the_installed_plugin_serves_by_default() -> None:
     registry = q4.Registry(environment={})
     assert "cpu-native" in registry.backends()
     with q4.Session(registry=registry) as session:
-        for format_ in q4.BUILTIN_FORMATS:
+        for format_ in CpuNative.capabilities.formats:
             record = session.linear(random_weight(format_)).diagnostics()
             assert record.backend == "cpu-native"
             assert record.path_name.startswith("w4i16_")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
 import q4core as q4
+from q4_cpu_native import CpuNative
 from tests.support.cpu_layers import layer_on, random_weight
-
-if TYPE_CHECKING:
-    from q4_cpu_native import CpuNative
 
 COLUMNS, PLACE = 1024, 137
 ROWS = (1, 60)
@@ -33,7 +29,7 @@ def _error(y: torch.Tensor, x: torch.Tensor, others: torch.Tensor, decoded: torc
     return float(errors[0] / size), float(errors[1] / size)
 
 
-@pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
+@pytest.mark.parametrize("format_", sorted(CpuNative.capabilities.formats))
 @pytest.mark.parametrize("value", [20.0, 1e4, 1e6])
 def test_others_keep_their_precision(backend: CpuNative, format_: str, value: float) -> None:
     """Next to one feature of any size the others err by 1e-8 of their square, and by the rounding of y to float32."""
@@ -84,7 +80,7 @@ def test_int8_outliers_cost_the_others_nothing(backend: CpuNative) -> None:
 
 
 @pytest.mark.parametrize("precision", ["int16", "int8"])
-@pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
+@pytest.mark.parametrize("format_", sorted(CpuNative.capabilities.formats))
 def test_bits_depend_on_the_row_alone(backend: CpuNative, format_: str, precision: str) -> None:
     """A row has the same bits alone, among others and on several threads; rows without outliers keep theirs."""
     weight = _weight(format_, 200, 960)

@@ -16,6 +16,7 @@ from q4core.selection.probe_results import probe_results
 from tests.support.events import heard
 from tests.support.fakes import FakeBackend, registry
 from tests.support.pretended import DEVICE, pretended_cuda
+from tests.support.samples import QUANTISED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -303,7 +304,7 @@ def test_the_reference_of_the_comparison_is_computed_on_the_cpu(monkeypatch: pyt
     assert devices[0] == "cpu"
 
 
-@pytest.mark.parametrize("format_", sorted(q4.BUILTIN_FORMATS))
+@pytest.mark.parametrize("format_", sorted(QUANTISED))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("choices", [{}, {"symmetric": True}])
 def test_every_format_has_a_sample(format_: str, dtype: torch.dtype, choices: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import q4core as q4
 from q4_quantize import encode
-from tests.support.samples import FORMAT_KINDS, KINDS, PACKINGS, bits
+from tests.support.samples import KINDS, PACKINGS, QUANTISED, WRITTEN_KINDS, bits
 
-NAMES = [*q4.BUILTIN_FORMATS]
+NAMES = QUANTISED
 PLAIN, DOUBLE = q4.ScaleKind.PLAIN, q4.ScaleKind.DOUBLE_QUANT
 
 
@@ -24,7 +24,7 @@ def _dense(n: int, k: int, seed: int = 0, scale: float = 0.02) -> torch.Tensor:
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@pytest.mark.parametrize(("name", "kind"), FORMAT_KINDS)
+@pytest.mark.parametrize(("name", "kind"), WRITTEN_KINDS)
 def test_facts_of_the_result(name: str, kind: q4.ScaleKind) -> None:
     """The result says its format, shape, kind, dtype and name, stores scales as the dialect does, and is legal."""
     weight = q4.quantize(_dense(6, 256).to(torch.bfloat16), name, scale_kind=kind, name="proj")
@@ -37,7 +37,7 @@ def test_facts_of_the_result(name: str, kind: q4.ScaleKind) -> None:
     weight.check_values()
 
 
-@pytest.mark.parametrize(("name", "kind"), FORMAT_KINDS)
+@pytest.mark.parametrize(("name", "kind"), WRITTEN_KINDS)
 def test_only_reads_its_input(name: str, kind: q4.ScaleKind) -> None:
     """Strides don't matter, the input keeps its bits, and nothing hangs on its graph."""
     dense = _dense(8, 256)
@@ -55,7 +55,7 @@ def test_only_reads_its_input(name: str, kind: q4.ScaleKind) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "kind"), [pair for pair in FORMAT_KINDS if pair[0] != "int4"])
+@pytest.mark.parametrize(("name", "kind"), [pair for pair in WRITTEN_KINDS if pair[0] != "int4"])
 def test_half_precision_is_widened(name: str, kind: q4.ScaleKind, dtype: torch.dtype) -> None:
     """bfloat16 and float16 weights are quantised in float32."""
     dense = _dense(4, 256).to(dtype)
@@ -173,7 +173,7 @@ def test_sign_of_zero_in_nvfp4() -> None:
         assert q4.quantize(dense, "nvfp4", scale_kind=kind).codes()[0, 1:4].tolist() == codes
 
 
-@pytest.mark.parametrize(("name", "kind"), FORMAT_KINDS)
+@pytest.mark.parametrize(("name", "kind"), WRITTEN_KINDS)
 def test_zero_weights(name: str, kind: q4.ScaleKind) -> None:
     """A weight of zeros, of either sign, decodes to zeros."""
     for zero in (0.0, -0.0):
@@ -297,7 +297,7 @@ def test_codes_are_the_nearest(pair: tuple[str, q4.ScaleKind], seed: int, expone
     assert bool((error <= best + scale * 1e-6).all())
 
 
-@hypothesis.given(st.sampled_from([pair for pair in FORMAT_KINDS if pair[1] is not DOUBLE]), st.integers(0, 10_000))
+@hypothesis.given(st.sampled_from([pair for pair in WRITTEN_KINDS if pair[1] is not DOUBLE]), st.integers(0, 10_000))
 @hypothesis.settings(max_examples=80)
 def test_quantising_again_changes_little(pair: tuple[str, q4.ScaleKind], seed: int) -> None:
     """What has been quantised lies on the format's grid: quantising it again moves values by rounding only."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from q4_conformance.oracle.decoding import code_positions, decode_scales
+from q4_conformance.oracle.decoding import code_positions, decode_offsets, decode_scales
 from q4core import (
     BUILTIN_FORMATS,
     BlockOrder,
@@ -206,7 +206,7 @@ class ToyKernel:
         codes = self.codes(weight, start, stop)
         scale = self.spread(weight, scales, start, stop)
         if weight.format.form is Form.INTEGER:
-            zero: Any = 8.0
+            zero: Any = float(weight.format.middle)
             if weight.zero is not None:
                 zero = self.spread(weight, _as_numpy(weight.zero), start, stop)
             integer: Floats = (codes.astype(np.float32) - zero) * scale
@@ -217,9 +217,8 @@ class ToyKernel:
 
     def add_offset(self, weight: PackedWeight, dense: Floats, start: int, stop: int) -> Floats:
         """Return the weights with their blocks' offsets."""
-        if weight.offset is None:
-            return dense
-        return dense + self.spread(weight, _as_numpy(weight.offset), start, stop)
+        offsets = decode_offsets(weight)
+        return dense if offsets is None else dense + self.spread(weight, offsets, start, stop)
 
     def add_bias(self, y: Floats, bias: Floats) -> Floats:
         """Return y + bias."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from q4_conformance.checks.values import draw, expect_same_bits, judge_call, judged_calls
 from q4_conformance.contract.case import check, expect, raised
 from q4_conformance.contract.cases import linear_cases
-from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_scales, stored_bytes
+from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_offsets, decode_scales, stored_bytes
 from q4_conformance.oracle.exact import as_given, exact_weight
 from q4_conformance.outcome import NotDeclaredError
 from q4_conformance.subjects.backend import make_registry, not_declared
@@ -49,19 +49,29 @@ def _difference(got: PackedWeight, weight: PackedWeight) -> str | None:
         return "codes"
     if decode_scales(got).tobytes() != decode_scales(weight).tobytes():
         return "scales"
-    for field in ("offset", "zero", "codebook", "input_channel_scale", "input_permutation"):
+    offsets = decode_offsets(weight), decode_offsets(got)
+    numbers = ("zero", "codebook", "input_channel_scale", "input_permutation")
+    for field, pair in {"offset": offsets, **{name: _numbers(name, weight, got) for name in numbers}}.items():
+        if any(item is None for item in pair):
+            if pair[0] is not pair[1]:
+                return field
+        elif not np.array_equal(*pair):
+            return field
+    return _stored_difference(got, weight) if got.scale_kind is weight.scale_kind else None
+
+
+def _numbers(field: str, *weights: PackedWeight) -> tuple[Any, ...]:
+    tensors = [getattr(weight, field) for weight in weights]
+    return tuple(None if tensor is None else as_float64(tensor) for tensor in tensors)
+
+
+def _stored_difference(got: PackedWeight, weight: PackedWeight) -> str | None:
+    for field in ("scale", "offset", "global_scale", "nested_codebook", "nested_scale", "nested_offset"):
         ours, theirs = getattr(weight, field), getattr(got, field)
-        if (ours is None) != (theirs is None):
-            return field
-        if ours is not None and not np.array_equal(as_float64(ours), as_float64(theirs)):
-            return field
-    if got.scale_kind is weight.scale_kind:
-        for field in ("scale", "global_scale", "nested_codebook", "nested_scale", "nested_offset"):
-            ours, theirs = getattr(weight, field), getattr(got, field)
-            if ours is None:
-                continue
-            if theirs is None or ours.dtype != theirs.dtype or stored_bytes(ours) != stored_bytes(theirs):
-                return f"stored level {field}"
+        if ours is None:
+            continue
+        if theirs is None or ours.dtype != theirs.dtype or stored_bytes(ours) != stored_bytes(theirs):
+            return f"stored level {field}"
     return None
 
 

@@ -36,7 +36,7 @@ _WIDE = 65801
 """More out-features than 16 bits count, as vocabularies have; no tile divides them."""
 _SLOW = frozenset({"calls", "varied_calls", "quantise_calls", "train_through", "stochastic", "compile", "elsewhere"})
 """Checks of thousands of calls, of a compiler and of another process, which take seconds on an idle machine."""
-_GGML = frozenset({"q4_0", "q4_1", "q8_0", "mxfp4", "nvfp4"})
+_GGML = frozenset({"q4_0", "q4_1", "iq4_nl", "q8_0", "mxfp4", "nvfp4"})
 
 
 _CUDA_ALONE = {"EX-18"}
@@ -83,6 +83,11 @@ def weight_recipes(kind: Format) -> list[WeightRecipe]:
         recipes.append(attrs.evolve(base, scale_kind=ScaleKind.DOUBLE_QUANT, n=80, k=512))
         flat = {Feature.FLAT_BLOCKS}
         recipes.append(attrs.evolve(base, scale_kind=ScaleKind.DOUBLE_QUANT, features=flat, n=33, k=200))
+    if ScaleKind.SUPER_BLOCK in kind.scale_kinds:
+        nested = attrs.evolve(base, scale_kind=ScaleKind.SUPER_BLOCK)
+        recipes.append(attrs.evolve(nested, block_size=16))  # as in Q2_K, Q3_K and Q6_K
+        if kind.bits == 4:  # noqa: PLR2004  # two codes per byte; as in Q4_K
+            recipes.append(attrs.evolve(nested, packing=Packing.half_split(64)))
     if ScaleKind.E4M3_MUL in kind.scale_kinds:
         row = {Feature.ROW_GLOBAL_SCALE}
         recipes += [

@@ -98,6 +98,16 @@ def _double_quant(weight: PackedWeight) -> NDArray[np.float32]:
     return result
 
 
+def _super_block(weight: PackedWeight, stored: torch.Tensor, level: torch.Tensor | None) -> NDArray[np.float32]:
+    """Return one byte for each block times one float for each super-block, rounded once."""
+    if level is None:
+        raise LookupError("nested levels")
+    numbers = as_float64(level).astype(np.float32).reshape(-1)
+    owner = np.arange(stored.numel()).reshape(tuple(stored.shape)) // weight.nested_block_size
+    result: NDArray[np.float32] = as_float64(stored).astype(np.float32) * numbers[owner]
+    return result
+
+
 _RESOLVERS: dict[ScaleKind, Callable[[Any], NDArray[np.float32]]] = {
     ScaleKind.PLAIN: lambda weight: as_float64(weight.scale).astype(np.float32),
     ScaleKind.E8M0: lambda weight: _e8m0(_as_bytes(weight.scale)),
@@ -105,6 +115,7 @@ _RESOLVERS: dict[ScaleKind, Callable[[Any], NDArray[np.float32]]] = {
     ScaleKind.E4M3_MUL: lambda weight: _e4m3(_as_bytes(weight.scale)) * _global(weight),
     ScaleKind.E4M3_DIV: lambda weight: _e4m3(_as_bytes(weight.scale)) / _global(weight),
     ScaleKind.DOUBLE_QUANT: _double_quant,
+    ScaleKind.SUPER_BLOCK: lambda weight: _super_block(weight, weight.scale, weight.nested_scale),
 }
 
 
@@ -112,3 +123,12 @@ def decode_scales(weight: PackedWeight) -> NDArray[np.float32]:
     """Return the resolved scales, float32, shaped as ``weight.scale``."""
     with np.errstate(over="ignore", under="ignore"):
         return _RESOLVERS[weight.scale_kind](weight)
+
+
+def decode_offsets(weight: PackedWeight) -> NDArray[np.float64] | None:
+    """Return the resolved offsets, shaped as ``weight.offset``; None where there are none."""
+    if weight.offset is None:
+        return None
+    if weight.scale_kind is ScaleKind.SUPER_BLOCK:
+        return _super_block(weight, weight.offset, weight.nested_offset).astype(np.float64)
+    return as_float64(weight.offset)

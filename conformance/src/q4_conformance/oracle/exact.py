@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 import torch
 
-from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_scales
+from q4_conformance.oracle.decoding import as_float64, decode_codes, decode_offsets, decode_scales
 from q4core import BlockOrder, Form
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight
 
-_SYMMETRIC_ZERO = 8.0
 _EXTRA_STEPS = 8
 """Roundings besides the K products and sums: at most two levels of the scale, zero, scale, offset, channel, bias."""
 _ROUNDING = {
@@ -141,11 +140,13 @@ def _computed(weight: PackedWeight, codebook: Sequence[float] | None) -> _Exact:
     if weight.format.form is Form.CODEBOOK:
         dense = scale * _codebook(weight, codebook)[codes]
         terms = np.abs(dense)
-        if weight.offset is not None:  # without one nothing is added: -0 + 0 would be +0
-            offset = _per_element(as_float64(weight.offset), weight)
+        offsets = decode_offsets(weight)
+        if offsets is not None:  # without one nothing is added: -0 + 0 would be +0
+            offset = _per_element(offsets, weight)
             dense, terms = dense + offset, terms + np.abs(offset)
     else:
-        zero = _SYMMETRIC_ZERO if weight.zero is None else _per_element(as_float64(weight.zero), weight)
+        middle = 2.0 ** (weight.format.bits - 1)
+        zero = middle if weight.zero is None else _per_element(as_float64(weight.zero), weight)
         dense = (codes - zero) * scale
         terms = np.abs(codes * scale) + np.abs(zero * scale)
     dense, terms = _to_input_order(dense, weight), _to_input_order(terms, weight)

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_GGML_HEADER_BYTES = {"q4_0": 2, "q4_1": 4, "q8_0": 2, "mxfp4": 1, "nvfp4": 4}
+_GGML_HEADER_BYTES = {"q4_0": 2, "q4_1": 4, "iq4_nl": 2, "q8_0": 2, "mxfp4": 1, "nvfp4": 4}
 """Bytes before the codes of a block in ggml's layout, which grouped codes are laid out like."""
-_SCALE_DTYPES = {"q4_0": torch.float16, "q4_1": torch.float16, "q8_0": torch.float16, "int4": torch.bfloat16}
+_SCALE_DTYPES = {
+    **dict.fromkeys(("q4_0", "q4_1", "iq4_nl", "q8_0", "q8_affine"), torch.float16),
+    **dict.fromkeys(("int4", "int8"), torch.bfloat16),
+}
 
 
 def _usual_scale_dtype(kind: Format) -> torch.dtype:
@@ -114,6 +117,7 @@ class WeightRecipe:
             block_size=self.block_size,
             scale_kind=self.scale_kind,
             packing=self.packing,
+            nested_block_size=_super_size(blocks) if self.scale_kind is ScaleKind.SUPER_BLOCK else 256,
             blocks=BlockOrder.FLAT if self.is_flat else BlockOrder.ROW,
             name=self.label,
             **fields,
@@ -165,8 +169,10 @@ class WeightRecipe:
         return sides
 
 
-_SIGNED = frozenset({"q4_0", "q4_1", "q8_0"})
+_SIGNED = frozenset({"q4_0", "q4_1", "iq4_nl", "q8_0", "q8_affine"})
 """ggml's formats, whose block scales may be negative."""
+_MIDDLES = {4: (2.0, 13.0), 8: (16.0, 60.0)}
+"""Bits → codes near which an offset's zero lies; no float16 holds the large edge scale times larger ones."""
 _LARGE = 2.0**10
 """The largest edge scale: sums of a few thousand such terms are far from overflow in float32."""
 
@@ -194,7 +200,7 @@ def _plain(recipe: WeightRecipe, shape: tuple[int, ...], random: np.random.Gener
     fields = {"scale": torch.from_numpy(values).to(recipe.scale_dtype)}
     if recipe.format.has_offset:
         # About minus the middle of the codes, as a quantiser would have it, so that the two terms nearly cancel.
-        offset = -values * random.uniform(2.0, 13.0, size=shape)
+        offset = -values * random.uniform(*_MIDDLES[recipe.format.bits], size=shape)
         fields["offset"] = torch.from_numpy(offset).to(recipe.scale_dtype)
     return fields
 
@@ -244,6 +250,33 @@ def _double_quant(recipe: WeightRecipe, shape: tuple[int, ...], random: np.rando
     }
 
 
+def _super_size(blocks: int) -> int:
+    """Return how many of a row's blocks share a super-block: 8 or 16 in ggml's, fewer where these do not divide."""
+    return next(size for size in (8, 4, 3, 2, 1) if blocks % size == 0)
+
+
+def _super_block(recipe: WeightRecipe, shape: tuple[int, ...], random: np.random.Generator) -> dict[str, torch.Tensor]:
+    second = random.choice([-1.0, 1.0], size=(shape[0], shape[1] // _super_size(shape[1])))
+    second *= np.exp(random.uniform(np.log(0.0005), np.log(0.004), size=second.shape))
+    if recipe.has_edges:
+        second[2 % len(second)], second[3 % len(second)] = 2.0**-24, _LARGE / 64
+    fields = {"nested_scale": torch.from_numpy(second.reshape(-1)).to(torch.float16)}
+    if recipe.format.has_offset:  # 6 bits each, as in Q4_K and Q5_K
+        scale = random.integers(4, 64, size=shape, dtype=np.uint8)
+        offset = random.integers(4, 64, size=shape, dtype=np.uint8)
+        middle = sum(_MIDDLES[recipe.format.bits]) / 2
+        third = -second * middle * random.uniform(0.9, 1.1, size=second.shape)
+        fields["nested_offset"] = torch.from_numpy(third.reshape(-1)).to(torch.float16)
+    else:  # signed, 6 bits in IQ4_XS and 8 in Q6_K
+        scale = random.integers(1, 64, size=shape, dtype=np.int8) * random.choice([-1, 1], size=shape).astype(np.int8)
+    if recipe.has_edges:
+        _edges(scale, 0, 1, 63)
+    fields["scale"] = torch.from_numpy(scale)
+    if recipe.format.has_offset:
+        fields["offset"] = torch.from_numpy(offset)
+    return fields
+
+
 _DRAWS = {
     ScaleKind.PLAIN: _plain,
     ScaleKind.E8M0: _e8m0,
@@ -251,6 +284,7 @@ _DRAWS = {
     ScaleKind.E4M3_MUL: _e4m3,
     ScaleKind.E4M3_DIV: _e4m3,
     ScaleKind.DOUBLE_QUANT: _double_quant,
+    ScaleKind.SUPER_BLOCK: _super_block,
 }
 
 

@@ -135,7 +135,7 @@ class CpuNative:
         meta = TileMeta.of(weight)
         matrix = matrix_of(meta)
         tiles = context.empty((matrix.prepared_bytes,), torch.uint8)
-        is_nested = weight.scale_kind is ScaleKind.DOUBLE_QUANT
+        is_nested = weight.nested_scale is not None
         arguments, sources = source_arguments(weight.with_plain_scale() if is_nested else weight, meta)
         matrix.pack(*arguments, tiles.data_ptr(), torch.get_num_threads())
         del sources
@@ -170,7 +170,7 @@ class CpuNative:
         )
         sides = dict(zip(meta.sides, prepared.tensors[1:], strict=True))
         own = {"qdata": _packed(codes, spec.packing), "scale": scale, "offset": second, "zero": second}
-        if index is not None and spec.scale_kind is ScaleKind.DOUBLE_QUANT:
+        if index is not None and "nested_scale" in spec.fields:
             names = tuple(name for name in spec.fields if not name.startswith("nested_"))
             spec, sides = attrs.evolve(spec, scale_kind=ScaleKind.PLAIN, fields=names), {}
         fields: dict[str, Any] = {name: sides.get(name, own.get(name)) for name in spec.fields}

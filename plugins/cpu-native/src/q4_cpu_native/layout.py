@@ -37,6 +37,8 @@ SMALL_BLOCK, CHUNK = 16, 32
 _NONE, _OFFSET, _ZERO = 0, 1, 2
 _ORDERS = {NibbleOrder.LOW_FIRST: 0, NibbleOrder.HIGH_FIRST: 1, NibbleOrder.HALF_SPLIT: 2, NibbleOrder.BYTES: 3}
 _SYMMETRIC_ZERO = 8.0
+_TWO_LEVELS = frozenset({ScaleKind.DOUBLE_QUANT, ScaleKind.SUPER_BLOCK})
+"""Their scales are resolved to float32 for the tiles."""
 
 
 @attrs.frozen
@@ -66,8 +68,11 @@ class TileMeta:
     def of(cls, weight: PackedWeight) -> TileMeta:
         """Return the layout of a weight."""
         second = weight.offset if weight.offset is not None else weight.zero
-        scale = torch.float32 if weight.scale_kind is ScaleKind.DOUBLE_QUANT else weight.scale.dtype
-        return cls(WeightSpec.of(weight), scale, None if second is None else second.dtype)
+        if weight.scale_kind in _TWO_LEVELS:
+            is_super = second is not None and weight.scale_kind is ScaleKind.SUPER_BLOCK
+            second_dtype = torch.float32 if is_super else None if second is None else second.dtype
+            return cls(WeightSpec.of(weight), torch.float32, second_dtype)
+        return cls(WeightSpec.of(weight), weight.scale.dtype, None if second is None else second.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as what JSON holds."""
@@ -102,9 +107,10 @@ class TileMeta:
     def sides(self) -> tuple[str, ...]:
         """The fields that are stored unchanged, next to the tiles."""
         # Tiles hold scales of one level; those of two are stored for export, a byte for each block.
-        tiled = {"qdata", "offset", "zero"} | (
-            {"scale"} if self.spec.scale_kind is not ScaleKind.DOUBLE_QUANT else set()
-        )
+        tiled = {
+            ScaleKind.DOUBLE_QUANT: {"qdata", "offset", "zero"},
+            ScaleKind.SUPER_BLOCK: {"qdata", "zero"},
+        }.get(self.spec.scale_kind, {"qdata", "offset", "zero", "scale"})
         return tuple(name for name in self.spec.fields if name not in tiled)
 
     @property
@@ -149,7 +155,7 @@ def matrix_of(meta: TileMeta) -> Matrix:
     kind = spec.scale_kind
     if kind is ScaleKind.E8M0:
         scale_type = 4
-    elif kind in {ScaleKind.PLAIN, ScaleKind.DOUBLE_QUANT}:
+    elif kind is ScaleKind.PLAIN or kind in _TWO_LEVELS:
         scale_type = _TYPES[meta.scale_dtype]
     else:
         scale_type = 3

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_quantize.rules import MEANINGS, RULES
-from q4core import BUILTIN_FORMATS, Form, InputError, NibbleOrder, Packing
+from q4core import BUILTIN_FORMATS, Form, InputError, NibbleOrder, Packing, ScaleKind
 from q4core.plugin_api import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from q4_quantize.rules import Coded
-    from q4core import Format, Q4Error, ScaleKind
+    from q4core import Format, Q4Error
 
 _MOST_FEATURES = 2**31 - 1
 _MOST_ELEMENTS = 1 << 40
@@ -78,8 +78,9 @@ def choice_rules(  # noqa: PLR0913  # the choices of one call
     is_count = isinstance(block, int) and not isinstance(block, bool) and block > 0
     rule = f"one of {', '.join(map(str, sorted(legal)))}" if legal else "a positive integer"
     yield is_count and (not legal or block in legal), "block_size", rule, block, None
-    rule = f"one of {', '.join(sorted(str(item) for item in chosen.scale_kinds))}"
-    yield kind in chosen.scale_kinds, "scale_kind", rule, kind, None
+    kinds = chosen.scale_kinds - {ScaleKind.SUPER_BLOCK}  # which is read alone
+    rule = f"one of {', '.join(sorted(str(item) for item in kinds))}"
+    yield kind in kinds, "scale_kind", rule, kind, None
     is_met = isinstance(packing, Packing) and packing.codes_per_byte * chosen.bits == _CODE_BITS
     yield is_met, "packing", f"of {chosen.bits}-bit codes", str(packing), None
     yield is_integer or not symmetric, "symmetric", "False: only int4 has zero points", symmetric, None
