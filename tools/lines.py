@@ -31,17 +31,14 @@ BUDGETS: dict[str, int | None] = {
     "plugins/transformers": 2_500,
     "plugins/triton-kernels": None,
     "plugins/um-managed": 3_200,
-    "conformance": 10_600,
+    "conformance": 10_650,
     "conformance/faults": 3_200,
     "benchmarks": None,
     "docs": None,
     "tools": None,
     ".": None,
 }
-"""Folder → the most lines that its source may have, ``None`` without a budget. Decision 0024 has the reasons.
-
-Those of the core and the kit are provisional, until the parts named there have moved.
-"""
+"""Folder → the most lines that its source may have, ``None`` without a budget. Decision 0024 has the reasons."""
 
 
 def count_lines(files: dict[str, int]) -> tuple[Counter[str], list[str]]:
