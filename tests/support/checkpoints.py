@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["is_same", "packed", "save", "save_shards", "tensors_of_two", "trio", "visible", "write_q4_k"]
+__all__ = ["is_same", "packed", "retype", "save", "save_shards", "tensors_of_two", "trio", "visible", "write_iq2_s"]
 
 NF4 = torch.tensor(q4.BUILTIN_FORMATS["nf4"].codebook)
 
@@ -74,12 +74,22 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def write_q4_k(path: Path, layers: int) -> None:
-    """Write a GGUF file whose matrices ``blk.<index>.attn_q`` [8, 256] are all Q4_K, which nothing here reads."""
+def retype(path: Path, names: Mapping[str, int]) -> None:
+    """Write another type number into a GGUF file's directory, for each of some tensors."""
+    data = bytearray(path.read_bytes())
+    for name, number in names.items():
+        place = data.index(len(name).to_bytes(8, "little") + name.encode()) + 8 + len(name)
+        place += 4 + 8 * int.from_bytes(data[place : place + 4], "little")
+        data[place : place + 4] = number.to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+def write_iq2_s(path: Path, layers: int) -> None:
+    """Write a GGUF file whose matrices ``blk.<index>.attn_q`` [8, 256] are all IQ2_S, of which nothing is packed."""
     writer = gguf.GGUFWriter(path, "llama")
     for index in range(layers):
-        blocks = np.zeros((8, 144), dtype=np.uint8)
-        writer.add_tensor(f"blk.{index}.attn_q.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+        blocks = np.zeros((8, 82), dtype=np.uint8)
+        writer.add_tensor(f"blk.{index}.attn_q.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.IQ2_S)
     writer.add_tensor("output_norm.weight", np.ones(256, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

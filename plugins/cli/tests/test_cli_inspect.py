@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import q4core as q4
 from q4_cli.app import run
 from q4_cli.inspect import dense_totals
-from tests.support.checkpoints import write_q4_k
+from tests.support.checkpoints import write_iq2_s
 from tests.support.commands import AMBIGUOUS, MODEL, NF4, answer, say
 
 if TYPE_CHECKING:
@@ -66,15 +66,15 @@ def test_inspect_shows_problems_and_layers(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("command", ["inspect", "explain"])
 def test_layers_that_nothing_reads_are_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A GGUF file of Q4_K alone ends with 2, naming dialect, layers and what is missing."""
-    path = tmp_path / "q4_k.gguf"
-    write_q4_k(path, layers=2)
+    """A GGUF file of IQ2_S alone ends with 2, naming dialect, layers and what is missing."""
+    path = tmp_path / "iq2_s.gguf"
+    write_iq2_s(path, layers=2)
     error = answer(capsys, command, path, status=2)["error"]
     assert error["code"] == "schema"
     assert run([command, str(path)]) == 2
     for text in (error["message"], capsys.readouterr().err):
-        assert "2 layers (blk.0.attn_q, blk.1.attn_q) must be of a ggml type that dialect gguf reads" in text
-        assert "got 'Q4_K'" in text
+        assert "2 layers (blk.0.attn_q, blk.1.attn_q) must be of a type that has packed kernels" in text
+        assert "got 'IQ2_S'" in text
 
 
 @pytest.mark.parametrize("command", ["inspect", "explain"])

@@ -17,7 +17,6 @@ QUANTISED = {
     "blk.0.attn_k.weight": (Type.Q4_1, (4, 96)),
     "token_embd.weight": (Type.Q8_0, (10, 32)),
     "blk.0.ffn_gate_exps.weight": (Type.Q4_1, (3, 4, 64)),
-    "blk.0.ffn_up.weight": (Type.Q5_0, (2, 32)),
 }
 
 
@@ -46,6 +45,7 @@ def write_small_gguf(path: Path, *, alignment: int | None = None) -> Path:
     for name, (kind, shape) in QUANTISED.items():
         dense = generator.standard_normal(shape).astype(np.float32)
         writer.add_tensor(name, gguf.quantize(dense, kind), raw_dtype=kind)
+    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((2, 110), np.uint8), raw_dtype=Type.IQ3_S)
     norm = generator.standard_normal(8).astype(np.float32)
     writer.add_tensor("blk.0.attn_norm.weight", norm)
     writer.add_tensor("output_norm.weight", norm.astype(np.float16))

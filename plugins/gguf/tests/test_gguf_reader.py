@@ -16,7 +16,7 @@ from q4_gguf import GgufReader
 from q4_gguf.header import TensorEntry
 from q4_gguf.reader import refusal
 from q4_gguf.views import map_file
-from tests.support.checkpoints import write_q4_k
+from tests.support.checkpoints import write_iq2_s
 
 
 def test_open(small_gguf: Path) -> None:
@@ -57,22 +57,22 @@ def test_unsupported_type_is_listed_and_refused_when_asked_for(small_gguf: Path)
     """A tensor of a type that is not read is in the schema with its reason, and is an error only when read."""
     with q4.open(small_gguf) as checkpoint:
         (problem,) = checkpoint.schema.unsupported
-        assert (problem.code, problem.key, problem.value) == ("unsupported", "blk.0.ffn_up", "Q5_0")
-        with pytest.raises(q4.CheckpointError, match="of a ggml type that dialect gguf reads") as caught:
+        assert (problem.code, problem.key, problem.value) == ("unsupported", "blk.0.ffn_up", "IQ3_S")
+        with pytest.raises(q4.CheckpointError, match="reads it as dense float32") as caught:
             checkpoint["blk.0.ffn_up"]
-        assert (caught.value.value, caught.value.where) == ("Q5_0", str(small_gguf))
+        assert (caught.value.value, caught.value.where) == ("IQ3_S", str(small_gguf))
 
 
 def test_a_file_of_unread_types_alone_is_refused(tmp_path: Path) -> None:
-    """A file whose matrices are all Q4_K doesn't open: the error names dialect, layers and what is missing."""
-    path = tmp_path / "q4_k.gguf"
-    write_q4_k(path, layers=5)
+    """A file whose matrices are all IQ2_S doesn't open: the error names dialect, layers and what is missing."""
+    path = tmp_path / "iq2_s.gguf"
+    write_iq2_s(path, layers=5)
     with pytest.raises(q4.SchemaError) as caught:
         q4.open(path)
     text = str(caught.value)
     assert "5 layers (blk.0.attn_q, blk.1.attn_q, blk.2.attn_q, …)" in text
-    assert "a ggml type that dialect gguf reads (Q4_0, Q4_1, Q8_0" in text
-    assert "got 'Q4_K'" in text
+    assert "options={'dequantize': True} reads it as dense float32" in text
+    assert "got 'IQ2_S'" in text
     assert caught.value.where == str(path)
     assert len(caught.value.schema.unsupported) == 5
 
@@ -124,10 +124,11 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
         map_file(pipe)
 
 
-def test_there_are_no_options(small_gguf: Path) -> None:
+def test_other_options_are_refused(small_gguf: Path) -> None:
     """An option is refused by name instead of being passed over."""
-    with pytest.raises(q4.DialectError, match="nibble_order"):
-        GgufReader().open(small_gguf, q4.OpenRequest(options={"nibble_order": "low_first"}))
+    for options in ({"nibble_order": "low_first"}, {"dequantize": "yes"}):
+        with pytest.raises(q4.DialectError, match=next(iter(options))):
+            GgufReader().open(small_gguf, q4.OpenRequest(options=options))
 
 
 def test_refused_shapes() -> None:
@@ -187,16 +188,51 @@ def write_whole(path: Path, **facts: int) -> Path:
     return path
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_split_model_opens_from_any_part(tmp_path: Path, copy: bool) -> None:
+    """Any part opens the whole model, with the metadata of the first part."""
+    parts = write_parts(tmp_path)
+    assert [path.name for path in parts] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    for path in parts:
+        with q4.open(path, copy=copy) as checkpoint:
+            assert list(checkpoint.dense) == ["token_embd.weight", "output_norm.weight", "output.weight"]
+            assert checkpoint.metadata["general.architecture"] == "llama"
+            assert checkpoint.path == parts[0]
+            assert all(bool((tensor == 1).all()) for tensor in checkpoint.dense.values())
+
+
 def test_a_part_alone_is_refused(tmp_path: Path) -> None:
-    """Each part of a split file is refused, under any name, with its number and how to join the parts."""
+    """A part without the others, or under another name, is refused, with its number and the names that are missing."""
     first, second = write_parts(tmp_path)
-    assert first.name == "m-00001-of-00002.gguf"
     renamed = shutil.copy(first, tmp_path / "whole.gguf")
-    for number, path in ((1, first), (2, second), (1, renamed)):
-        with pytest.raises(q4.CheckpointError, match=r"llama-gguf-split --merge") as caught:
-            q4.open(path)
-        assert f"part {number} of 2" in str(caught.value)
-        assert (caught.value.name, caught.value.value, caught.value.where) == ("metadata 'split.count'", 2, str(path))
+    with pytest.raises(q4.CheckpointError, match=r"part 1 of 2.*llama-gguf-split --merge") as caught:
+        q4.open(renamed)
+    assert (caught.value.name, caught.value.value) == ("name", "whole.gguf")
+    (tmp_path / "alone").mkdir()
+    alone = shutil.copy(second, tmp_path / "alone" / second.name)
+    with pytest.raises(q4.CheckpointError, match=r"part 2 of 2.*llama-gguf-split --merge") as caught:
+        q4.open(alone)
+    assert (caught.value.name, caught.value.value) == ("parts", "without m-00001-of-00002.gguf")
+    assert caught.value.where == str(alone)
+
+
+def test_parts_of_two_models_are_refused(tmp_path: Path) -> None:
+    """A part that says another number or count, or has a tensor that is there already, is refused by name."""
+    first, second = write_parts(tmp_path)
+    shutil.copy(first, second)
+    with pytest.raises(q4.CheckpointError, match=r"split\.no") as caught:
+        q4.open(first)
+    assert caught.value.where == str(second)
+    write_whole(second, no=1, count=3, tensors_count=3)
+    with pytest.raises(q4.CheckpointError, match=r"split\.count"):
+        q4.open(first)
+    write_whole(second, no=1, count=2, tensors_count=3)
+    with pytest.raises(q4.CheckpointError, match=r"unique: m-00001-of-00002\.gguf has it, too"):
+        q4.open(first)
+    second.unlink()
+    second.symlink_to(tmp_path / "elsewhere.gguf")
+    with pytest.raises(q4.CheckpointError, match="without m-00002-of-00002"):
+        q4.open(first)
 
 
 def test_a_part_by_its_name_is_refused(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def tokenizer() -> Tokenizer:
 
 
 def write_tiny_llama(  # one step for each part of a file
-    path: Path, *, tied: bool = True, leave_out: str = "", odd: str = "", extra: bool = False, **sizes: int
+    path: Path, *, tied: bool = True, leave_out: str = "", extra: bool = False, **sizes: int
 ) -> Path:
     """Write a random Llama; the same bytes every time."""
     size = {**SIZES, **sizes}
@@ -99,7 +99,6 @@ def write_tiny_llama(  # one step for each part of a file
     def add(name: str, shape: tuple[int, ...], kind: Type) -> None:
         if name == leave_out:
             return
-        kind = Type.Q5_0 if name == odd else kind
         dense = rng.standard_normal(shape).astype(np.float32)
         dense = 1 + 0.1 * dense if len(shape) == 1 else dense * (2.0 / shape[-1] ** 0.5)
         dense = dense.astype(np.float32)

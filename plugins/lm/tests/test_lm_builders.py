@@ -15,6 +15,7 @@ import q4core as q4
 from q4_lm import Architecture, LanguageModel, architectures, build_decoder
 from q4_lm.models.gguf import ARCHITECTURES
 from q4_lm.models.metadata import Metadata
+from tests.support.checkpoints import retype
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,9 +166,11 @@ def test_missing_tensor(name: str, write_llama: Any) -> None:
 
 def test_tensor_of_an_unread_type(write_llama: Any) -> None:
     """A tensor that is there, but in a type that is not read, is named with its type and not called missing."""
+    path = write_llama()
+    retype(path, {"blk.1.attn_v.weight": 133})
     with pytest.raises(q4.CheckpointError, match="of a ggml type that dialect gguf reads") as caught:
-        LanguageModel.open(write_llama(odd="blk.1.attn_v.weight"), CONFIG)
-    assert (caught.value.name, caught.value.value) == ("tensor 'blk.1.attn_v.weight'", "Q5_0")
+        LanguageModel.open(path, CONFIG)
+    assert (caught.value.name, caught.value.value) == ("tensor 'blk.1.attn_v.weight'", "Q6_0 of ik_llama.cpp")
 
 
 def test_file_that_describes_no_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from q4_gguf.cursor import Cursor
-from q4_gguf.ggml import GgmlType, find_type
+from q4_gguf.ggml import GgmlType, find_type, name_of
 from q4_gguf.values import read_value
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class TensorEntry:
 
     @property
     def type_name(self) -> str:
-        """ggml's name of the type, or ``"type 99"`` where the number is not known."""
-        return self.type.name if self.type else f"type {self.type_number}"
+        """ggml's name of the type, or what else is known of its number."""
+        return name_of(self.type_number)
 
 
 @attrs.frozen

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES
-from q4core import CheckpointError, PackedWeight, find_format
+from q4core import CheckpointError, PackedWeight, ScaleKind, find_format, pack_codes
 from q4core.plugin_api import map_privately, open_regular, unreadable
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from q4_gguf.ggml import BlockLayout
     from q4_gguf.header import TensorEntry
 
-__all__ = ["dense_tensor", "map_file", "packed_weight"]
+__all__ = ["dense_tensor", "map_file", "packed_weight", "unpacked_tensor"]
 
 _SMALLEST_HEADER_BYTES = 24
+_CHUNK_ELEMENTS = 1 << 20
 
 
 def map_file(path: Path, *, copy: bool = False) -> mmap.mmap:
@@ -73,14 +75,26 @@ def dense_tensor(data: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
     return _bytes(data, entry, dtype.itemsize).view(dtype).view(entry.shape)
 
 
-def packed_weight(data: mmap.mmap, entry: TensorEntry, *, name: str, expert: int | None = None) -> PackedWeight:
-    """Return a packed weight [N, K] whose codes, scales and offsets are strided views of the file.
+def unpacked_tensor(data: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
+    """Return the float32 values of a tensor of one of ``UNPACKED_TYPES``, as the package ``gguf`` computes them."""
+    import gguf  # noqa: PLC0415  # of a third of a second, and for files that ask for it
+
+    rows = _bytes(data, entry, 2).view(*entry.shape[:-1], -1)
+    values = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType(entry.type_number))
+    return torch.from_numpy(values).view(entry.shape)
+
+
+def packed_weight(
+    data: mmap.mmap, entry: TensorEntry, *, name: str, expert: int | None = None, factor: torch.Tensor | None = None
+) -> PackedWeight:
+    """Return a packed weight [N, K] whose numbers are strided views of the file, wherever it stores them singly.
 
     Args:
         data: The mapped file.
         entry: A tensor of one of ``PACKED_TYPES`` and of shape [N, K], or [E, N, K] with ``expert``.
         name: The layer's name.
         expert: Which of the E weights; None for a matrix.
+        factor: Global scale of an NVFP4 weight, float32 [].
     """
     layout = PACKED_TYPES[entry.type_name]
     kind = entry.type
@@ -88,20 +102,42 @@ def packed_weight(data: mmap.mmap, entry: TensorEntry, *, name: str, expert: int
         raise CheckpointError("GGUF tensor", name=name, rule="of a known type", value=entry.type_number)
     *_, rows, columns = entry.shape
     blocks = _bytes(data, entry, 2).view(-1, rows, columns // kind.block_size, kind.block_bytes)[expert or 0]
-
-    def half(start: int) -> torch.Tensor:
-        return blocks[..., start : start + 2].view(torch.float16).squeeze(-1)
-
+    parts = {field: part(blocks) for field, part in layout.parts.items()}
+    fields: dict[str, Any] = {
+        field: part.reshape(-1) if field.startswith("nested_") else part.reshape(rows, -1)
+        for field, part in parts.items()
+    }
+    is_scaled = factor is not None
+    if isinstance(layout.codes, tuple):
+        first, last = layout.codes
+        codes = blocks[..., first:last]
+    else:
+        codes = _packed_again(blocks, layout, columns)
     return PackedWeight(
         format=find_format(layout.format),
-        qdata=blocks[..., layout.codes :],
-        scale=half(0),
-        offset=None if layout.offset is None else half(layout.offset),
+        qdata=codes,
+        scale_kind=ScaleKind.E4M3_MUL if is_scaled else layout.scale_kind,
+        global_scale=factor,
+        nested_block_size=kind.block_size // layout.block_size if "nested_scale" in fields else 256,
         out_features=rows,
         in_features=columns,
-        block_size=kind.block_size,
+        block_size=layout.block_size,
         packing=layout.packing,
         dtype=torch.float32,
         name=name,
         dialect="gguf",
+        **fields,
     )
+
+
+def _packed_again(blocks: torch.Tensor, layout: BlockLayout, columns: int) -> torch.Tensor:
+    """Return the codes of blocks [N, S, bytes] as their format packs them, [N, P]; some rows at a time."""
+    if isinstance(layout.codes, tuple):  # pragma: no cover  # they are used as they are stored
+        raise TypeError(f"codes of {layout.format} are stored as they are used")
+    rows = blocks.shape[0]
+    result = torch.empty((rows, columns // layout.packing.codes_per_byte), dtype=torch.uint8)
+    step = max(1, _CHUNK_ELEMENTS // columns)
+    for start in range(0, rows, step):
+        codes = layout.codes(blocks[start : start + step]).flatten(1)
+        result[start : start + step] = pack_codes(codes, layout.packing)
+    return result

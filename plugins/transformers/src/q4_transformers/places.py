@@ -185,7 +185,7 @@ def raise_unfit(model: Any, checkpoint: Checkpoint, problems: Sequence[Problem])
         listed = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
         what = f"{what}, of which {kinds.total()} can't be read: {listed}"
         hint = "Load the model's dense checkpoint with Q4Config(format='nf4')"
-        hint += ", or make a GGUF file of Q4_0, Q4_1 or Q8_0." if checkpoint.path.suffix == ".gguf" else "."
+        hint += ", or make a GGUF file of Q4_K, Q6_K or Q8_0." if checkpoint.path.suffix == ".gguf" else "."
     raise SchemaError(what, where=str(checkpoint.path), problems=problems, schema=checkpoint.schema, hint=hint)
 
 

@@ -10,13 +10,14 @@ import pytest
 import test_gguf_families as families
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFWriter, Keys, quants
+from gguf import GGUFWriter, Keys
 from huggingface_models import EXACT, packed
 
 import q4_transformers
 import q4core as q4
 from q4_transformers import Q4Config
 from q4_transformers.gguf import config_of
+from tests.support.checkpoints import retype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -300,19 +301,18 @@ def test_a_missing_tensor_is_named(name: str, tmp_path: Path, monkeypatch: pytes
         q4_transformers.load(tmp_path / "model.gguf")
 
 
-def test_unread_types_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_types_are_counted(tmp_path: Path) -> None:
     """Layers of types that are not read are counted by type, and the message says what to do."""
-    kinds = {"ffn_up": Type.Q5_0, "ffn_gate": Type.Q5_0, "ffn_down": Type.Q5_1}
-
-    def change(key: str, values: Any, kind: Any) -> Any:
-        other = next((other for part, other in kinds.items() if part in key), None)
-        return (values, kind) if other is None else (quants.quantize(quants.dequantize(values, kind), other), other)
-
-    write_changed(tmp_path / "model.gguf", "qwen2", change, monkeypatch)
+    families.write(tmp_path / "model.gguf", "qwen2", families.make("qwen2"), Type.Q8_0)
+    kinds = {"ffn_up": 133, "ffn_gate": 133, "ffn_down": 31}
+    names = {f"blk.{layer}.{part}.weight": kind for layer in range(6) for part, kind in kinds.items()}
+    retype(tmp_path / "model.gguf", names)
     with pytest.raises(q4.SchemaError) as caught:
         q4_transformers.load(tmp_path / "model.gguf")
-    assert "18 problems, of which 18 can't be read: Q5_0 (12), Q5_1 (6)" in str(caught.value)
-    assert "make a GGUF file of Q4_0, Q4_1 or Q8_0" in str(caught.value)
+    assert "18 problems, of which 18 can't be read: Q6_0 of ik_llama.cpp (12), Q4_0_4_4, which ggml removed (6)" in str(
+        caught.value
+    )
+    assert "make a GGUF file of Q4_K, Q6_K or Q8_0" in str(caught.value)
     assert len(caught.value.problems) == 18
 
 
