@@ -11,9 +11,10 @@ import q4core as q4
 from q4_transformers import HfLinear, Q4Config
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["EXACT", "IDS", "SIZES", "dense_model", "error", "load", "logits", "packed", "save_by_q4"]
+__all__ = ["EXACT", "IDS", "SIZES", "UNTIED", "dense_model", "error", "load", "logits", "packed", "save_by_q4"]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -24,19 +25,24 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+UNTIED = {**SIZES, "vocab_size": 64, "intermediate_size": 96, "tie_word_embeddings": False}
 IDS = torch.arange(12)[None]
 EXACT = {"activation_precision": "exact"}
 
 
-def dense_model(kind: str = "Llama", **options: Any) -> Any:
-    """Return a random model of transformers."""
+def _spread(model: Any) -> None:
+    """Move norms and biases far from their initial values, and enlarge matrices."""
+    for parameter in model.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(3)
+
+
+def dense_model(kind: str = "Llama", *, change: Callable[[Any], object] = _spread, **options: Any) -> Any:
+    """Return a random model of transformers, whose parameters ``change`` has changed in place."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # far from where initialisation leaves norms and biases
-            parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(3)
-            assert name
+        change(model)
     return model
 
 
@@ -66,15 +72,15 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
+def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
     """Return the logits of a few tokens."""
-    found: torch.Tensor = model(IDS).logits
+    found: torch.Tensor = model(ids).logits
     return found
 
 
-def error(found: Any, expected: Any) -> float:
+def error(found: Any, expected: Any, ids: torch.Tensor = IDS) -> float:
     """Return the greatest difference of two models' logits over the greatest one."""
-    ours, theirs = logits(found), logits(expected)
+    ours, theirs = logits(found, ids), logits(expected, ids)
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 

@@ -15,27 +15,15 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from huggingface_adapters import OLDER_NAME, adapter_gradients, with_adapters
+from huggingface_models import UNTIED, dense_model, load
 
 import q4_transformers
 import q4core as q4
-from q4_transformers import HfLinear, Q4Config
+from q4_transformers import HfLinear
 
-pytestmark = [
-    pytest.mark.peer,
-    pytest.mark.usefixtures("quiet_transformers"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # PEFT goes by the older name
-]
+pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers"), OLDER_NAME]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
 ROOT = Path(__file__).parents[4]
 FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "int4", "q4_0", "q4_1", "q8_0")
 IDS = (torch.arange(48).reshape(4, 12) * 7) % 64
@@ -44,18 +32,14 @@ IDS = (torch.arange(48).reshape(4, 12) * 7) % 64
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a small dense Llama."""
-    torch.manual_seed(0)
     path = tmp_path_factory.mktemp("dense")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    model.lm_head.weight.data *= 4  # or the frozen head could not state tokens apart
-    model.save_pretrained(path)
+    # With initial weights the frozen head would give all tokens nearly the same logits.
+    dense_model(change=lambda model: model.lm_head.weight.mul_(4), **UNTIED).save_pretrained(path)
     return path
 
 
 def _packed(folder: Path, format_: str = "nvfp4", **options: Any) -> Any:
-    config = Q4Config(format=format_, activation_precision="exact")
-    options = {"dtype": torch.float32, **options}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options)
+    return load(folder, config={"format": format_}, **options)
 
 
 def _twin(packed: Any, folder: Path) -> Any:
@@ -67,25 +51,15 @@ def _twin(packed: Any, folder: Path) -> Any:
     return twin
 
 
-def _adapted(model: Any, **options: Any) -> Any:
-    torch.manual_seed(1)
-    config = peft.LoraConfig(**{"target_modules": "all-linear", "r": 4, "init_lora_weights": False, **options})
-    return peft.get_peft_model(model, config)
-
-
-def _gradients(model: Any) -> dict[str, torch.Tensor]:
-    model(IDS, labels=IDS).loss.backward()
-    return {name: item.grad for name, item in model.named_parameters() if item.requires_grad}
-
-
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_gradients_are_those_of_dequantised_weights(format_: str, dora: bool, folder: Path) -> None:
     """Every linear layer has an adapter, whose gradients are autograd's through the dequantised weights."""
     packed = _packed(folder, format_)
-    twin = _adapted(_twin(packed, folder), use_dora=dora)
-    ours = _gradients(_adapted(packed, use_dora=dora))
-    theirs = _gradients(twin)
+    twin = with_adapters(_twin(packed, folder), use_dora=dora)
+    ours = adapter_gradients(with_adapters(packed, use_dora=dora), IDS)
+    theirs = adapter_gradients(twin, IDS)
+    assert ours.keys() == theirs.keys()
     assert len(ours) == 2 * 7 * (3 if dora else 2)
     for name, gradient in theirs.items():
         assert float((ours[name] - gradient).abs().max() / gradient.abs().max()) <= 1e-4, name
@@ -106,8 +80,8 @@ def _losses(model: Any, steps: int) -> list[float]:
 def test_training_goes_as_on_dequantised_weights(folder: Path) -> None:
     """After 100 steps the loss is within 1 % of the same run on dequantised weights, and well below where it began."""
     packed = _packed(folder)
-    theirs = _losses(_adapted(_twin(packed, folder), init_lora_weights=True, r=16), 100)
-    ours = _losses(_adapted(packed, init_lora_weights=True, r=16), 100)
+    theirs = _losses(with_adapters(_twin(packed, folder), init_lora_weights=True, r=16), 100)
+    ours = _losses(with_adapters(packed, init_lora_weights=True, r=16), 100)
     assert ours[-1] < ours[0] / 2
     assert abs(ours[-1] - theirs[-1]) <= 0.01 * theirs[-1]
 
@@ -116,7 +90,7 @@ def test_prepared_model_trains_in_half_precision(folder: Path, tmp_path: Path) -
     """Norms in float32 meet layers in bfloat16; activations are checkpointed; PEFT saves and loads the adapter."""
     model = q4_transformers.prepare_for_training(_packed(folder, dtype=torch.bfloat16))
     assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    adapted = _adapted(model)
+    adapted = with_adapters(model)
     losses = _losses(adapted.train(), 20)
     assert losses[-1] < losses[0]
     adapted.save_pretrained(tmp_path)
@@ -137,7 +111,7 @@ def test_trainers_train_it(folder: Path, tmp_path: Path) -> None:
     options = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "report_to": "none", "seed": 0}
     options |= {"logging_steps": 1, "save_strategy": "no", "gradient_checkpointing": True, "use_cpu": True}
     plain = transformers.Trainer(
-        model=_adapted(_packed(folder), init_lora_weights=True),
+        model=with_adapters(_packed(folder), init_lora_weights=True),
         args=transformers.TrainingArguments(str(tmp_path), **options),
         train_dataset=rows,
     )
@@ -166,7 +140,7 @@ def _tokenizer() -> Any:
 
 def test_pefts_own_merge_is_refused(folder: Path) -> None:
     """What would have to be rounded is not merged silently; the error names the way out, and nothing is changed."""
-    adapted = _adapted(_packed(folder)).eval()
+    adapted = with_adapters(_packed(folder)).eval()
     with torch.no_grad():
         before = adapted(IDS).logits
         for merge in (adapted.merge_and_unload, adapted.merge_adapter):
@@ -178,7 +152,7 @@ def test_pefts_own_merge_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_exact_merge_is_dense_and_right(dora: bool, folder: Path, tmp_path: Path) -> None:
     """The merged model is an ordinary dense one with the adapted model's logits, and is saved as such."""
-    adapted = _adapted(_packed(folder), use_dora=dora).eval()
+    adapted = with_adapters(_packed(folder), use_dora=dora).eval()
     with torch.no_grad():
         before = adapted(IDS).logits
         merged, report = q4_transformers.merge(adapted, exact=True)
@@ -195,7 +169,7 @@ def test_exact_merge_of_transposed_layers(tmp_path: Path) -> None:
     """GPT-2's layers are transposed again in the dense model, which is saved as transformers keeps it."""
     config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=4, n_positions=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "dense")
-    adapted = _adapted(_packed(tmp_path / "dense")).eval()
+    adapted = with_adapters(_packed(tmp_path / "dense")).eval()
     with torch.no_grad():
         before = adapted(IDS).logits
         merged, _ = q4_transformers.merge(adapted, exact=True)
@@ -209,7 +183,7 @@ def test_exact_merge_of_transposed_layers(tmp_path: Path) -> None:
 def test_requantised_merge_reports_what_is_lost(format_: str, folder: Path) -> None:
     """Every layer stays packed in its format; the report has the true errors, and each is that of one quantisation."""
     packed = _packed(folder, format_)
-    adapted = _adapted(packed)
+    adapted = with_adapters(packed)
     exact, _ = q4_transformers.merge(copy.deepcopy(adapted), exact=True)
     merged, report = q4_transformers.merge(adapted, requantize=True)
     assert len(report.layers) == 14
@@ -245,16 +219,16 @@ def test_example(
     monkeypatch.setattr(sys, "argv", [*words, "--out", str(tmp_path / "adapter")])
     monkeypatch.syspath_prepend(ROOT / "examples")
     runpy.run_path(str(ROOT / "examples/finetune_lora.py"), run_name="__main__")
-    told = capsys.readouterr().out
-    assert re.search(r"held-back loss: \d\.\d+ before, \d\.\d+ after 2 steps", told)
-    assert re.search(r"merged and quantised again, model\.layers\.\S+ keeps least: \d+% of its change", told)
+    printed = capsys.readouterr().out
+    assert re.search(r"held-back loss: \d\.\d+ before, \d\.\d+ after 2 steps", printed)
+    assert re.search(r"merged and quantised again, model\.layers\.\S+ keeps least: \d+% of its change", printed)
     assert (tmp_path / "losses.png").stat().st_size > 5000
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
 
 
 def test_merge_requires_a_choice(folder: Path) -> None:
     """Neither both nor none is asked for, and a model without adapters has nothing to merge."""
-    adapted = _adapted(_packed(folder))
+    adapted = with_adapters(_packed(folder))
     for options in ({}, {"exact": True, "requantize": True}):
         with pytest.raises(q4.ConfigError) as caught:
             q4_transformers.merge(adapted, **options)
@@ -279,7 +253,7 @@ def test_other_adapters_are_not_dropped(folder: Path) -> None:
 def test_starting_values_that_change_the_weight_are_refused(folder: Path) -> None:
     """PiSSA takes a part of the base weight into the adapter, which a packed one can't give; the error says so."""
     with pytest.raises(q4_transformers.PackedWeightError, match="init_lora_weights"):
-        _adapted(_packed(folder), init_lora_weights="pissa")
+        with_adapters(_packed(folder), init_lora_weights="pissa")
 
 
 @pytest.mark.parametrize(
@@ -302,8 +276,9 @@ def test_adalora_trains(folder: Path) -> None:
     gradients = []
     for model in (_twin(packed, folder), packed):
         torch.manual_seed(1)
-        gradients.append(_gradients(peft.get_peft_model(model, config)))
+        gradients.append(adapter_gradients(peft.get_peft_model(model, config), IDS))
     theirs, ours = gradients
+    assert ours.keys() == theirs.keys()
     assert len(ours) == 14 * 3
     for name, gradient in theirs.items():
         assert float((ours[name] - gradient).abs().max()) <= 1e-4 * float(gradient.abs().max()), name

@@ -6,46 +6,38 @@ import copy
 import os
 from typing import TYPE_CHECKING, Any
 
-import peft
 import pytest
 import torch
 import transformers
+from huggingface_adapters import OLDER_NAME, adapter_gradients, with_adapters
+from huggingface_models import IDS, UNTIED, dense_model, logits, packed
 from safetensors.torch import load_file, save_file
 
 import q4_transformers
 import q4core as q4
 from q4_lm.prepared.container import Container, write_container
 from q4_lm.prepared.opening import CacheWarning
-from q4_transformers import HfLinear, Q4Config
+from q4_transformers import Q4Config
 from q4_transformers.quantizer import Q4Quantizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = [
-    pytest.mark.peer,
-    pytest.mark.usefixtures("quiet_transformers"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # PEFT goes by the older name
-]
+pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers"), OLDER_NAME]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {},  # biases next to the packed weights
     "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4},  # transposed matrices
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
-IDS = torch.arange(12)[None]
+
+
+def _spread(model: Any) -> None:
+    """Move all parameters from their initial values, of which many are zero or one."""
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
 
 
 @pytest.fixture
@@ -53,13 +45,7 @@ def dense(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that saves a random dense model."""
 
     def write(kind: str = "Llama", name: str = "dense") -> Path:
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(**{**SIZES, **FAMILIES[kind]})
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(tmp_path / name)
+        dense_model(kind, change=_spread, **UNTIED, **FAMILIES[kind]).save_pretrained(tmp_path / name)
         return tmp_path / name
 
     return write
@@ -70,11 +56,11 @@ def load(tmp_path: Path) -> Callable[..., Any]:
     """Return a function that loads a folder, quantised by default in NF4, through a cache of the test's own."""
 
     def load_folder(
-        folder: Path, state: str, dtype: torch.dtype = torch.float32, variant: str | None = None, **wishes: Any
+        folder: Path, state: str, dtype: torch.dtype = torch.float32, variant: str | None = None, **options: Any
     ) -> Any:
-        asked = {"format": "nf4", "cache": tmp_path / "cache", **wishes}
+        config = Q4Config(**{"format": "nf4", "cache": tmp_path / "cache", **options})
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=Q4Config(**asked), dtype=dtype, variant=variant
+            folder, quantization_config=config, dtype=dtype, variant=variant
         )
         assert model.hf_quantizer.cache_state == state
         return model.eval()
@@ -82,22 +68,10 @@ def load(tmp_path: Path) -> Callable[..., Any]:
     return load_folder
 
 
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    """Return the logits of a few tokens."""
-    found: torch.Tensor = model(IDS).logits
-    return found
-
-
 def only_file(cache: Path) -> Path:
     """Return the one file of a cache."""
     (found,) = cache.glob("*.q4prep")
     return found
-
-
-def packed(model: Any) -> dict[str, HfLinear]:
-    """Return the packed layers by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, HfLinear)}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -112,10 +86,11 @@ def test_a_second_load_is_the_same_model(
     again = load(folder, "opened")
     assert torch.equal(logits(again), logits(first))
     assert len(packed(again)) > 4
-    for name, layer in packed(again).items():
-        own, other = layer.packed_weight(), packed(first)[name].packed_weight()
-        assert all(torch.equal(one, two) for (_, one), (_, two) in zip(own.tensors(), other.tensors(), strict=True))
-        assert (layer.name, layer.stored_name) == (packed(first)[name].name, packed(first)[name].stored_name)
+    assert packed(again) == packed(first)
+    for layer, other in ((again.get_submodule(name), first.get_submodule(name)) for name in packed(again)):
+        tensors = zip(layer.packed_weight().tensors(), other.packed_weight().tensors(), strict=True)
+        assert all(torch.equal(one, two) for (_, one), (_, two) in tensors)
+        assert (layer.name, layer.stored_name) == (other.name, other.stored_name)
 
 
 def test_kernels_take_their_layout_from_the_cache(
@@ -158,14 +133,10 @@ def test_adapters_train_and_merge_on_mapped_layers(dense: Callable[..., Path], l
     folder = dense()
     load(folder, "written")
     merged = []
-    for state, wishes in (("opened", {}), ("off", {"cache": "off"})):
-        torch.manual_seed(1)
-        model = peft.get_peft_model(
-            q4_transformers.prepare_for_training(load(folder, state, **wishes)),
-            peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False),
-        )
-        model(IDS, labels=IDS).loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for state, options in (("opened", {}), ("off", {"cache": "off"})):
+        prepared = q4_transformers.prepare_for_training(load(folder, state, **options))
+        model = with_adapters(prepared, task_type="CAUSAL_LM")
+        gradients = [*adapter_gradients(model, IDS).values()]
         plain, _ = q4_transformers.merge(copy.deepcopy(model), exact=True)
         again, _ = q4_transformers.merge(model, requantize=True)
         merged.append([*gradients, logits(plain), logits(again)])
@@ -193,8 +164,9 @@ def _other_software(_: Path, cache: Path) -> None:
 
 
 def _other_backend(_: Path, cache: Path) -> None:
-    told = Container(only_file(cache)).header["model"]
-    _edited(cache, model={**told, "kinds": [{**kind, "plan": "elsewhere/0123456789abcdef"} for kind in told["kinds"]]})
+    model = Container(only_file(cache)).header["model"]
+    kinds = [{**kind, "plan": "elsewhere/0123456789abcdef"} for kind in model["kinds"]]
+    _edited(cache, model={**model, "kinds": kinds})
 
 
 def _truncated(_: Path, cache: Path) -> None:
@@ -229,17 +201,17 @@ def test_each_option_has_a_file_of_its_own(
 ) -> None:
     """Another format, block size, choice of modules or precision is no reason to replace a file."""
     folder = dense()
-    wishes: list[dict[str, Any]] = [
+    choices: list[dict[str, Any]] = [
         {},
         {"format": "fp4"},
         {"block_size": 32},
         {"modules_to_not_convert": ["down_proj"]},
         {"activation_precision": "exact"},
     ]
-    plain = [logits(load(folder, "written", **wish)) for wish in wishes]
-    assert len(list((tmp_path / "cache").glob("*.q4prep"))) == len(wishes)
-    for wish, expected in zip(wishes, plain, strict=True):
-        assert torch.equal(logits(load(folder, "opened", **wish)), expected)
+    plain = [logits(load(folder, "written", **choice)) for choice in choices]
+    assert len(list((tmp_path / "cache").glob("*.q4prep"))) == len(choices)
+    for choice, expected in zip(choices, plain, strict=True):
+        assert torch.equal(logits(load(folder, "opened", **choice)), expected)
 
 
 def test_each_checkpoint_of_a_folder_has_a_file_of_its_own(
@@ -257,7 +229,7 @@ def test_each_checkpoint_of_a_folder_has_a_file_of_its_own(
 
 
 def test_fewer_layers_take_what_they_need(dense: Callable[..., Path], load: Callable[..., Any], tmp_path: Path) -> None:
-    """A config with more layers than a file has writes it anew, and one with fewer opens the file of all."""
+    """A config with more layers than a file has writes it again, and one with fewer opens the file of all."""
     folder, cache = dense(), tmp_path / "cache"
     plain = logits(load(folder, "off", cache="off"))
     for layers, state in ((1, "written"), (2, "written"), (1, "opened"), (2, "opened")):
@@ -273,11 +245,11 @@ def test_load_names_the_cache(dense: Callable[..., Path], tmp_path: Path, monkey
     """``load(cache=…)`` goes before the configuration's own, and ``Q4_CACHE`` decides for ``auto``."""
     folder, config = dense(), Q4Config(format="nf4", cache="off")
     for expected in ("written", "opened"):
-        model, _ = q4_transformers.load(folder, config, cache=tmp_path / "told")
+        model, _ = q4_transformers.load(folder, config, cache=tmp_path / "named")
         assert model.hf_quantizer.cache_state == expected
     assert config.cache == "off"
     assert q4_transformers.load(folder, config)[0].hf_quantizer.cache_state == "off"
-    monkeypatch.setenv("Q4_CACHE", str(tmp_path / "told"))
+    monkeypatch.setenv("Q4_CACHE", str(tmp_path / "named"))
     assert q4_transformers.load(folder, Q4Config(format="nf4"))[0].hf_quantizer.cache_state == "opened"
     for wrong in (3, "", None):
         with pytest.raises(q4.ConfigError, match="cache must be 'auto', 'off' or a folder"):

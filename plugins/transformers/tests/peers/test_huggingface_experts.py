@@ -1,4 +1,4 @@
-"""Experts in transformers: each has packed layers of its own, whatever the checkpoint calls them."""
+"""Experts in transformers: packed layers for each one, under every name that checkpoints give them."""
 
 from __future__ import annotations
 
@@ -9,34 +9,22 @@ import peft
 import pytest
 import torch
 import transformers
+from huggingface_adapters import OLDER_NAME, adapter_gradients, with_adapters
+from huggingface_models import UNTIED, dense_model, error, load
 from safetensors.torch import load_file, save_file
 
 import q4_transformers
 import q4core as q4
-from q4_transformers import HfLinear, Q4Config
+from q4_transformers import HfLinear
 from q4_transformers.dense import dense_layer
 from q4_transformers.experts import Q4Experts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [
-    pytest.mark.peer,
-    pytest.mark.usefixtures("quiet_transformers"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # PEFT goes by the older name
-]
+pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers"), OLDER_NAME]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "num_experts_per_tok": 2,
-}
+SIZES = {**UNTIED, "num_experts_per_tok": 2}
 EXPERTS = 8
 KINDS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": EXPERTS},
@@ -51,30 +39,22 @@ PARTS = {"Mixtral": 3, "Qwen2Moe": 3, "Qwen3Moe": 3, "GptOss": 2, "GraniteMoe": 
 IDS = (torch.arange(24).reshape(2, 12) * 5) % 64
 
 
+def _randomise_biases(model: Any) -> None:
+    """Set the biases, which are initially zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+
+
 def _dense(kind: str, folder: Path) -> Any:
     """Return a random model, which is saved, too."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS.get(kind, KINDS["Mixtral"]))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():  # initialisation leaves biases at zero
-            if name.endswith("bias"):
-                parameter.normal_()
+    model = dense_model(kind, change=_randomise_biases, **SIZES, **KINDS.get(kind, KINDS["Mixtral"]))
     model.save_pretrained(folder)
     return model
 
 
-def _load(folder: Path, **options: Any) -> Any:
-    config = Q4Config(activation_precision="exact", **options)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, dtype=torch.float32
-    ).eval()
-
-
-@torch.no_grad()
-def _error(found: Any, expected: Any) -> float:
-    ours, theirs = found(IDS).logits, expected(IDS).logits
-    return float((ours - theirs).abs().max() / theirs.abs().max())
+def _load(folder: Path, **config: Any) -> Any:
+    return load(folder, config=config)
 
 
 @torch.no_grad()
@@ -106,7 +86,7 @@ def _check(model: Any, twin: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, HfLinear):
             _fill(twin, name, q4.dequantize(module.packed_weight(), torch.float32))
-    assert _error(model, twin) <= 1e-4
+    assert error(model, twin, IDS) <= 1e-4
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
@@ -160,14 +140,14 @@ def test_gpt_oss_has_the_logits_of_transformers(gpt_oss: Path, tmp_path: Path) -
     config = transformers.Mxfp4Config(dequantize=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(gpt_oss, quantization_config=config, dtype=torch.float32)
     ours = _load(gpt_oss)
-    assert _error(ours, theirs.float()) <= 1e-3
+    assert error(ours, theirs.float(), IDS) <= 1e-3
     assert sum(row.kind == "mxfp4" for row in q4_transformers.explain(ours).packed) == 2 * 2 * EXPERTS
     ours.save_pretrained(tmp_path / "again")
     first, second = (load_file(folder / "model.safetensors") for folder in (gpt_oss, tmp_path / "again"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", quantization_config=config)
-    assert _error(again.float(), theirs.float()) <= 1e-3
+    assert error(again.float(), theirs.float(), IDS) <= 1e-3
 
 
 def test_gpt_oss_has_packed_experts_alone(tmp_path: Path) -> None:
@@ -181,7 +161,7 @@ def test_gpt_oss_has_packed_experts_alone(tmp_path: Path) -> None:
     ours.save_pretrained(tmp_path / "out")
     config = transformers.Mxfp4Config(dequantize=True)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=config)
-    assert _error(again.float(), ours) <= 1e-3
+    assert error(again.float(), ours, IDS) <= 1e-3
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
@@ -275,18 +255,6 @@ def test_loading_experts_takes_two_besides_the_packed_ones(tmp_path: Path) -> No
     assert watch.largest[0] <= 2 * 64 * 96 * 4, watch.largest
 
 
-def _adapted(model: Any) -> Any:
-    torch.manual_seed(1)
-    config = peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
-
-
-def _gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients of adapters; an expert without a token has none."""
-    model(IDS, labels=IDS).loss.backward()
-    return {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
-
-
 @pytest.mark.xfail(
     transformers.__version__.startswith("5.0."),
     raises=TypeError,
@@ -302,11 +270,11 @@ def test_adapters_reach_every_expert(kind: str, tmp_path: Path) -> None:
     for name, module in list(twin.named_modules()):
         if isinstance(module, HfLinear):
             twin.set_submodule(name, dense_layer(module, torch.float32))
-    adapted, dense = _adapted(packed), _adapted(twin)
+    adapted, dense = (with_adapters(model, r=2, task_type="CAUSAL_LM") for model in (packed, twin))
     leaves = {name for name, module in packed.named_modules() if isinstance(module, HfLinear)}
     assert sum(".experts." in name for name in leaves) == 2 * EXPERTS * PARTS[kind]
     assert all(name.endswith(".base_layer") for name in leaves)
-    ours, theirs = (_gradients(model) for model in (adapted, dense))
+    ours, theirs = (adapter_gradients(model, IDS) for model in (adapted, dense))
     assert ours.keys() == theirs.keys()
     assert sum(".experts." in name for name in ours) > len(ours) / 2
     for name, gradient in theirs.items():
@@ -322,8 +290,8 @@ def test_adapters_reach_every_expert(kind: str, tmp_path: Path) -> None:
         assert not any(isinstance(module, Q4Experts) for module in merged.modules())
         merged.save_pretrained(tmp_path / "merged")
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-        assert _error(merged, by_peft) <= 1e-4
-        assert _error(again, by_peft) <= 1e-4
+        assert error(merged, by_peft, IDS) <= 1e-4
+        assert error(again, by_peft, IDS) <= 1e-4
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")  # which PEFT made
@@ -331,7 +299,7 @@ def test_adapters_of_merged_experts_are_refused(tmp_path: Path) -> None:
     """An adapter that was trained on transformers' merged experts has no place here, which is said, not passed over."""
     _dense("Mixtral", tmp_path / "dense")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    _adapted(theirs).save_pretrained(tmp_path / "adapter")
+    with_adapters(theirs, r=2, task_type="CAUSAL_LM").save_pretrained(tmp_path / "adapter")
     model = _load(tmp_path / "dense", format="nf4")
     with pytest.raises(q4.ConfigError, match="target_modules") as caught:
         peft.PeftModel.from_pretrained(model, tmp_path / "adapter")

@@ -34,9 +34,15 @@ def process_group() -> Iterator[None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in told.items():
+        for name, value in variables.items():
             patch.setenv(name, value)
         distributed.init_process_group("gloo", rank=0, world_size=1)
         yield
