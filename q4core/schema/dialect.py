@@ -41,6 +41,8 @@ class Dialect(abc.ABC):
     """Another dialect uses the same keys: a file on its own is marked with the dialect's name."""
     metadata_spans_shards: ClassVar[bool] = False
     """The dialect's own readers want the metadata of the whole checkpoint in every shard."""
+    config_names: ClassVar[tuple[str, ...]] = ("quantization_config",)
+    """Under what names ``config.json`` holds what ``quantization_config`` returns."""
     numbers: ClassVar[Mapping[str, str]] = {}
     """Role → what its numbers must be: "finite", "finite and not negative" or "finite and positive". They are checked
     where the tensors are at hand, also where others are wrong. What is not listed is checked as a weight."""

@@ -63,7 +63,6 @@ UNREAD: dict[str, Tensors] = {
         "lora_down": HALF,
         "lora_up": HALF,
     },
-    "mlx": {"weight": ints(U32, 16, 8), "scales": HALF, "biases": HALF},
     "int8": {"weight": ints(I8, 16, 64), "weight_scale": HALF},
     "of nobody": {"codes_hi": ints(I16, 16, 8), "row_scales": HALF[0]},
     "bitnet": {"weight": ints(U8, 16, 64), "weight_scale": HALF[0, :1]},

@@ -50,11 +50,6 @@ LAYERS: dict[str, dict[str, torch.Tensor]] = {
         "proj.weight_quant_state": _of(U8, 20),
     },
     "bitsandbytes-int8": {"proj.weight": _of(torch.int8, 16, 64), "proj.SCB": _of(torch.float32, 16)},
-    "mlx": {
-        "proj.weight": _of(torch.uint32, 16, 8),
-        "proj.scales": _of(F16, 16, 1),
-        "proj.biases": _of(F16, 16, 1),
-    },
     "tensorrt-llm-nvfp4": {
         "proj.weight": _of(U8, 16, 32),
         "proj.weights_block_scaling_factor": _of(F8, 16, 4),

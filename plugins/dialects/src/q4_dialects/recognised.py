@@ -115,7 +115,6 @@ _ROWS = (
         also=("weight_zero_point", "input_scale"),
     ),
     _Row(dialect="bitsandbytes-int8", needs={"weight": _INT8, "SCB": ()}, also=("weight_format",)),
-    _Row(dialect="mlx", needs={"weight": {torch.uint32}, "scales": ()}, also=("biases", "qbiases")),
     _Row(
         dialect="tensorrt-llm-nvfp4",
         needs={"weight": (), "weights_block_scaling_factor": ()},

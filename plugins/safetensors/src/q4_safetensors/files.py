@@ -94,6 +94,8 @@ def _in_folder(folder: Path) -> Path:
     except OSError as error:
         raise unreadable(folder, error) from error
     indices = [folder / name for name in names if name.endswith(INDEX_SUFFIX)]
+    if len(usual) == 2 and set(read_index(usual[1]).values()) == {usual[0].name}:  # noqa: PLR2004  # MLX writes both
+        return usual[1]
     found = usual or indices or [folder / name for name in names if name.endswith(SUFFIX)]
     if len(found) != 1:
         _fail(

@@ -203,7 +203,8 @@ class _Writer:
         path = self._target.folder / "config.json"
         given = self._request.config
         base = dict(given) if given is not None else read_object(path, "config.json") if path.is_file() else {}
-        base.pop("quantization_config", None)
+        for name in ("quantization_config", "quantization"):  # the second is MLX's
+            base.pop(name, None)
         infos = self._infos()
         _, dense = self._contents()
         matrices = tuple(
@@ -213,7 +214,7 @@ class _Writer:
         )
         entry = self._dialect.quantization_config(self._specs, matrices) if self._specs else None
         if entry is not None:
-            base["quantization_config"] = entry
+            base.update(dict.fromkeys(self._dialect.config_names, entry))
         return base if base or path.is_file() else None
 
     def publish(self) -> Path:
