@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
+from tests.support.ggml_blocks import write_every_type
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -62,6 +64,12 @@ def write_small_gguf(path: Path, *, alignment: int | None = None) -> Path:
 def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Path of the small file."""
     return write_small_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf")
+
+
+@pytest.fixture(scope="session")
+def every_type_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Path of a file with a tensor of each packed type."""
+    return write_every_type(tmp_path_factory.mktemp("gguf") / "types.gguf")
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import torch
 import q4core as q4
 from q4_gguf.header import read_header
 from q4_gguf.values import ArrayValue
+from tests.support.ggml_blocks import write_parts
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -62,10 +63,11 @@ def read_everything(path: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fixture", ["small_gguf", "every_type_gguf"])
 @pytest.mark.parametrize("mutants", [1500, pytest.param(25_000, marks=pytest.mark.soak)])
-def test_mutated_files(mutants: int, small_gguf: Path, tmp_path: Path) -> None:
-    """Mutants of a small file: each is read in full or refused by a Q4Error that names the file."""
-    good = small_gguf.read_bytes()
+def test_mutated_files(mutants: int, fixture: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Mutants of small files: each is read in full or refused by a Q4Error that names the file."""
+    good = request.getfixturevalue(fixture).read_bytes()
     header_bytes = read_header(good, "good").data_start
     rng = random.Random(20261121)  # reproducible faults, no secrets
     path = tmp_path / "mutant.gguf"
@@ -102,3 +104,23 @@ def test_truncated_anywhere(length: int, small_gguf: Path, tmp_path: Path) -> No
         read_everything(path)
     assert caught.value.where == str(path)
     assert "truncated" in str(caught.value) or "download it again" in str(caught.value)
+
+
+def test_mutated_parts(tmp_path: Path) -> None:
+    """Mutants of a part of a split model: the model is read in full, or refused by an error that names a file."""
+    parts = write_parts(tmp_path)
+    rng, refused, nameless = random.Random(20261126), 0, 0
+    for turn in range(400):
+        path = parts[turn % len(parts)]
+        good = path.read_bytes()
+        path.unlink()
+        path.write_bytes(mutate(good, read_header(good, "good").data_start, rng))
+        try:
+            read_everything(parts[0])
+        except q4.Q4Error as error:
+            refused += 1
+            nameless += error.where is None
+        path.unlink()
+        path.write_bytes(good)
+    assert 200 < refused < 400
+    assert nameless == 0

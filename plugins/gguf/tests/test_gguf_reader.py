@@ -17,6 +17,7 @@ from q4_gguf.header import TensorEntry
 from q4_gguf.reader import refusal
 from q4_gguf.views import map_file
 from tests.support.checkpoints import write_iq2_s
+from tests.support.ggml_blocks import write_parts
 
 
 def test_open(small_gguf: Path) -> None:
@@ -161,18 +162,6 @@ def test_copy_reads_the_same_and_maps_nothing(small_gguf: Path, tmp_path: Path) 
             assert torch.equal(q4.dequantize(copied[module]), q4.dequantize(mapped[module]))
         for name, tensor in mapped.dense.items():
             assert torch.equal(copied.dense[name], tensor)
-
-
-def write_parts(folder: Path) -> list[Path]:
-    """Write a model of three tensors, two to a part, as the package ``gguf`` splits files; return the parts."""
-    writer = gguf.GGUFWriter(folder / "m.gguf", "llama", split_max_tensors=2)
-    for name in ("token_embd", "output_norm", "output"):
-        writer.add_tensor(f"{name}.weight", np.ones((2, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return sorted(folder.glob("*.gguf"))
 
 
 def write_whole(path: Path, **facts: int) -> Path:

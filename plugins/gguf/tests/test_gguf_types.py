@@ -19,55 +19,12 @@ from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES, UNPACKED_TYPES, find_type, n
 from q4_gguf.header import TensorEntry
 from q4_gguf.reader import refusal
 from q4_gguf.views import packed_weight, unpacked_tensor
+from tests.support.ggml_blocks import entry_of, owners_values, random_blocks
 
 SAMPLES = Path(os.environ.get("Q4_SAMPLES", "samples"))
-HALVES = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q8_1": (0,), "Q2_K": (80, 82),
-    "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,),
-    "TQ2_0": (64,), "MXFP4": (), "NVFP4": (), "IQ1_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,),
-    "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ1_M": (),
-}  # fmt: skip
-"""Type → where each block has float16 numbers."""
 KINDS = ("random", "ones", "zeros", "negative", "zero scales")
 SHAPES = ((1, 1, None), (3, 2, None), (7, 3, None), (2, 5, 3))
 """Rows, blocks per row, experts."""
-
-
-def entry_of(name: str, shape: tuple[int, ...]) -> TensorEntry:
-    """Return a directory entry at the beginning of a file."""
-    number = int(Type[name])
-    kind = find_type(number)
-    assert kind is not None
-    blocks = int(np.prod(shape)) // kind.block_size
-    return TensorEntry("blk.0.proj.weight", shape, number, kind, 0, blocks * kind.block_bytes)
-
-
-def random_blocks(name: str, count: int, kind: str, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Return blocks of random bits [count, bytes], whose scales are finite."""
-    layout = find_type(int(Type[name]))
-    assert layout is not None
-    random = np.random.default_rng([seed, layout.block_bytes, count])
-    blocks = random.integers(0, 256, (count, layout.block_bytes), np.uint8)
-    if kind in {"ones", "zeros"}:
-        blocks[:] = 255 if kind == "ones" else 0
-    for start in HALVES[name]:
-        numbers = random.standard_normal((count, 1)).astype(np.float16)
-        numbers = {"negative": -abs(numbers), "zero scales": numbers * 0}.get(kind, numbers)
-        blocks[:, start : start + 2] = numbers.view(np.uint8)
-    if name == "MXFP4":
-        blocks[:, :1] = np.minimum(blocks[:, :1], 250)
-    if name == "NVFP4":
-        blocks[:, :4] &= 0x7F
-        blocks[:, :4][blocks[:, :4] == 0x7F] = 0x7E
-    return blocks
-
-
-def owners_values(name: str, blocks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return what the owner's code makes of blocks, float32 [count, elements]; Q8_1, which it lacks, by its formula."""
-    if name == "Q8_1":
-        scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-        return scale * blocks[:, 4:].view(np.int8).astype(np.float32)
-    return gguf.quants.dequantize(blocks, Type[name])
 
 
 def same_bits(ours: torch.Tensor, theirs: np.ndarray[Any, Any]) -> bool:

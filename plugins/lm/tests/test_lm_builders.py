@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -15,6 +17,7 @@ import q4core as q4
 from q4_lm import Architecture, LanguageModel, architectures, build_decoder
 from q4_lm.models.gguf import ARCHITECTURES
 from q4_lm.models.metadata import Metadata
+from q4_lm.prepared.opening import CacheWarning
 from tests.support.checkpoints import retype
 
 if TYPE_CHECKING:
@@ -171,6 +174,25 @@ def test_tensor_of_an_unread_type(write_llama: Any) -> None:
     with pytest.raises(q4.CheckpointError, match="of a ggml type that dialect gguf reads") as caught:
         LanguageModel.open(path, CONFIG)
     assert (caught.value.name, caught.value.value) == ("tensor 'blk.1.attn_v.weight'", "Q6_0 of ik_llama.cpp")
+
+
+def test_a_split_model_opens_from_any_part(tmp_path: Path, write_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any part opens the whole model, and a part that changed makes what was cached of it stale."""
+    whole = LanguageModel.open(write_llama(), CONFIG, cache="off")
+    monkeypatch.setattr(gguf, "GGUFWriter", functools.partial(gguf.GGUFWriter, split_max_tensors=8))
+    write_llama()
+    parts = sorted(tmp_path.glob("*-of-*.gguf"))
+    assert len(parts) > 2
+    tokens = torch.arange(12)[None]
+    with torch.inference_mode():
+        expected = whole.decoder(tokens)
+        for path in (parts[0], parts[-1]):
+            with LanguageModel.open(path, CONFIG, cache=tmp_path / "cache") as model:
+                assert torch.equal(model.decoder(tokens), expected)
+    assert len([*(tmp_path / "cache").rglob("*.*")]) >= 2
+    os.utime(parts[1])
+    with pytest.warns(CacheWarning, match=r"is stale: source \(.*-00002-of-"):
+        LanguageModel.open(parts[0], CONFIG, cache=tmp_path / "cache").close()
 
 
 def test_file_that_describes_no_model(tmp_path: Path) -> None:

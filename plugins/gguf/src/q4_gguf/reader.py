@@ -31,8 +31,8 @@ class GgufSource:
     """One open GGUF file, or all parts of a split model.
 
     A packed tensor ``name.weight`` is the layer ``name``; one of E experts, of shape [E, N, K], is the layers
-    ``name.0`` … ``name.E-1``. A float32 tensor ``name.scale`` next to one of type NVFP4 is its global scale. Every other
-    tensor is dense, under its own name.
+    ``name.0`` … ``name.E-1``. A float32 tensor ``name.scale`` next to one of type NVFP4 is its global scale. Every
+    other tensor is dense, under its own name.
 
     Args:
         path: The file, or any part.

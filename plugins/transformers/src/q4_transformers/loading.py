@@ -105,11 +105,11 @@ def _load_gguf(path: Path, config: Q4Config, options: dict[str, Any]) -> tuple[A
 def _tokenizer_of(path: Path) -> Any:
     """Return the tokenizer of a GGUF file, or None where it has none."""
     with q4.open(path) as checkpoint:
-        name = checkpoint.metadata.get("tokenizer.ggml.model")
+        name, first = checkpoint.metadata.get("tokenizer.ggml.model"), checkpoint.path
     if name is None:
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return transformers.AutoTokenizer.from_pretrained(first.parent, gguf_file=first.name)
     except Exception as error:  # its type depends on what is missing
         rule = f"one that transformers converts ({type(error).__name__}: {error})"
         hint = "q4_lm.LanguageModel.open(path) has a tokenizer of its own."

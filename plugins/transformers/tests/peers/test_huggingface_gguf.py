@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gguf
 import numpy as np
 import pytest
 import test_gguf_families as families
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter, Keys
 from huggingface_models import EXACT, packed
 
 import q4_transformers
 import q4core as q4
+from q4_lm import load_model
 from q4_transformers import Q4Config
 from q4_transformers.gguf import config_of
 from tests.support.checkpoints import retype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers")]
 
@@ -323,3 +328,35 @@ def test_dense_files_are_refused(tmp_path: Path) -> None:
         q4_transformers.load(tmp_path / "model.gguf")
     with pytest.raises(q4.ConfigError, match="format must be None for a GGUF file"):
         q4_transformers.load(tmp_path / "model.gguf", Q4Config(format="nf4"))
+
+
+SAMPLES = sorted(Path(os.environ.get("Q4_SAMPLES", "samples")).glob("gguf-llama-*"))
+
+
+@pytest.mark.samples
+@pytest.mark.parametrize("folder", SAMPLES, ids=lambda folder: folder.name)
+def test_samples_have_the_logits_of_dequantised_weights(folder: Path) -> None:
+    """Models of K-quants, IQ4_XS and MXFP4 have, here and in q4_lm, the logits of transformers' dequantised model."""
+    path = folder / "checkpoint" / "model.gguf"
+    tokens = torch.arange(3, 40)[None]
+    dense = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    ours, _ = q4_transformers.load(path, config=Q4Config(**EXACT))
+    with torch.inference_mode(), q4.Session(q4.SessionConfig(**EXACT)) as session:
+        wanted = dense(tokens).logits
+        for logits in (ours(tokens).logits, load_model(path, session)(tokens)):
+            assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-5
+
+
+def test_a_split_model_loads_from_any_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any part of a split model loads all of it, with the tokens and logits of the whole file."""
+    families.write(tmp_path / "whole.gguf", "qwen2", model := families.make("qwen2"), Type.Q8_0)
+    monkeypatch.setattr(gguf, "GGUFWriter", functools.partial(GGUFWriter, split_max_tensors=20))
+    families.write(tmp_path / "m.gguf", "qwen2", model, Type.Q8_0)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert len(parts) > 2
+    whole, _ = q4_transformers.load(tmp_path / "whole.gguf")
+    with torch.inference_mode():
+        expected = whole(torch.arange(40)[None]).logits
+        for path in (parts[0], parts[-1]):
+            loaded, _ = q4_transformers.load(path)
+            assert torch.equal(loaded(torch.arange(40)[None]).logits, expected)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import glob
 import hashlib
 import logging
 import os
 import platform
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
@@ -37,6 +39,8 @@ __all__ = ["CacheWarning", "CachedModel", "open_folder", "opening"]
 _T = TypeVar("_T")
 _VERSION = 5
 _HEAD_BYTES = 1 << 18
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+"""Name of a part of a split model."""
 _OPTIONS = ("device", "backend", "compute_path", "activation_precision", "gradients", "unified_memory", "compute_dtype")
 _IGNORED = {"Q4_LOG", "Q4_CACHE", "Q4_CACHE_LIMIT"}
 """Variables that change nothing of what is prepared; the others, such as ``Q4_CPU_ISA``, are part of the key."""
@@ -221,6 +225,8 @@ def _identity(source: Path) -> list[list[Any]]:
     files = [source]
     if source.is_dir():
         files = sorted(item for item in source.iterdir() if item.suffix in {".json", ".safetensors"} and item.is_file())
+    elif part := _PART.fullmatch(source.name):
+        files = sorted(source.parent.glob(f"{glob.escape(part[1])}-*-of-{part[2]}.gguf"))
     found = []
     for path in files:
         facts = path.stat()
