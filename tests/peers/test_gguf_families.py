@@ -55,6 +55,38 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("SmolLM3", "smollm3", {}),
+    "gemma2": (
+        "Gemma2",
+        "gemma2",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 5}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "qwen3moe": (
+        "Qwen3Moe",
+        "qwen3moe",
+        {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+        | {"norm_topk_prob": True},
+    ),
+    "mixtral": ("Mixtral", "llama", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-apart": ("Mixtral", "llama", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "olmo2": ("Olmo2", "olmo2", {}),
+    "olmo3": ("Olmo3", "olmo2", {"sliding_window": 5}),
+    "granite": (
+        "Granite",
+        "granite",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.25,
+            "attention_multiplier": 0.125,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        "gpt-oss",
+        {"head_dim": 32, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7}
+        | {"rope_parameters": {**BASE, **YARN, "truncate": False}},
+    ),
 }
 PARTS = {
     "input_layernorm": "attn_norm",
@@ -70,11 +102,18 @@ PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn": "attn_sinks",
 }
 GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}
+OTHERS = {
+    **dict.fromkeys(("gemma2", "gemma3", "olmo2"), GEMMA),
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -84,6 +123,7 @@ def make(name: str) -> Any:
     torch.manual_seed(0)
     kind, _, options = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options})
+    config._attn_implementation = "eager"  # transformers' own way; the others leave out capped scores
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -98,7 +138,21 @@ def their_name(name: str, arch: str) -> str:
     if module in WHOLE:
         return f"{WHOLE[module]}.{leaf}"
     _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{({**PARTS, **GEMMA} if arch == 'gemma3' else PARTS)[part]}.{leaf}"
+    return f"blk.{layer}.{({**PARTS, **OTHERS.get(arch, {})})[part]}.{'weight' if leaf == 'sinks' else leaf}"
+
+
+def stored_parts(key: str, tensor: torch.Tensor, arch: str) -> list[tuple[str, torch.Tensor]]:
+    """Return the file's tensors of one of transformers', as views of it: the experts' layers are stored apart."""
+    if ".experts." not in key:
+        return [(their_name(key, arch), tensor)]
+    layer, leaf = key.split(".")[2], "bias" if key.endswith("_bias") else "weight"
+    if arch == "gpt-oss":  # its columns are the outputs, those of gate and up by turns
+        turned = tensor if leaf == "bias" else tensor.transpose(1, 2)
+        both = (turned[:, ::2], turned[:, 1::2])
+    else:
+        turned, both = tensor, tensor.chunk(2, 1)
+    found = [("down", turned)] if ".down_proj" in key else [*zip(("gate", "up"), both, strict=True)]
+    return [(f"blk.{layer}.ffn_{part}_exps.{leaf}", view) for part, view in found]
 
 
 def permuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -106,10 +160,30 @@ def permuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
+def write_options(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    """Write what some kinds alone have."""
+    if count := getattr(config, "num_local_experts", 0):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch == "qwen3moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+
+
 def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     """Write the metadata as the converter does."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    write_options(writer, config, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -120,7 +194,7 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    if arch in {"qwen3", "gemma3"}:
+    if arch in {"qwen3", "qwen3moe", "gemma2", "gemma3", "gpt-oss"}:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if getattr(config, "sliding_window", None) or arch == "phi3":
@@ -150,18 +224,23 @@ def write(path: Path, name: str, model: Any, kind: Type) -> None:
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(key.split(".")[-2])
-        order = heads if arch in {"llama", "smollm3"} else None
-        stored = tensor if order is None else permuted(tensor, order)
-        if arch == "gemma3" and key.endswith("norm.weight"):
-            stored = tensor + 1
-        to = kind if tensor.dim() > 1 else Type.F32
-        packed = gguf.quantize(stored.numpy().astype(np.float32), to)
-        writer.add_tensor(their_name(key, arch), packed, raw_dtype=to)
-        if tensor.dim() > 1:
-            held = torch.from_numpy(np.array(gguf.dequantize(packed, to)))
-            if order is not None:
-                held = held.reshape(order, -1, 2, held.shape[1]).transpose(1, 2).reshape(held.shape)
-            tensor.copy_(held)
+        order = heads if arch in {"llama", "smollm3", "granite"} else None
+        parts = stored_parts(key, tensor, arch)
+        if name == "mixtral-apart" and "_exps" in parts[0][0]:  # as older files have them
+            named = [(place.replace("_exps", "{}"), part) for place, part in parts]
+            parts = [(place.format(f".{number}"), one) for place, part in named for number, one in enumerate(part)]
+        for place, part in parts:
+            stored = part if order is None else permuted(part, order)
+            if arch.startswith("gemma") and key.endswith("norm.weight"):
+                stored = part + 1
+            to = kind if part.dim() > 1 and place.endswith(".weight") and "_inp" not in place else Type.F32
+            packed = gguf.quantize(stored.contiguous().numpy().astype(np.float32), to)
+            writer.add_tensor(place, packed, raw_dtype=to)
+            if to is not Type.F32:
+                held = torch.from_numpy(np.array(gguf.dequantize(packed, to)))
+                if order is not None:
+                    held = held.reshape(order, -1, 2, held.shape[1]).transpose(1, 2).reshape(held.shape)
+                part.copy_(held)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

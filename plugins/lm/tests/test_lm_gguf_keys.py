@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from q4_lm import TransformerConfig
 
 KINDS = {architecture.name: architecture for architecture in ARCHITECTURES}
+OF_EXPERTS = {"expert_count": 9, "expert_used_count": 5}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3moe": OF_EXPERTS,
+    "gpt-oss": {**OF_EXPERTS, "attention.sliding_window": 5},
+    "gemma2": {"attention.sliding_window": 5},
+    "olmo2": {"attention.sliding_window": 5},
+}
+"""What the header of a kind has besides."""
+COMPUTED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama", "qwen3moe", "gpt-oss"), ("expert_count",)),
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
+}
+"""Of the options that others refuse, those that a kind computes."""
 VALUES = (1, 7, 0.375, True, False, "other", [1, 0, 1])
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
@@ -45,15 +58,23 @@ IDLE = {
             *("experts_per_group", "interleave_moe_layer_step", "leading_dense_block_count", "moe_every_n_layers"),
             *("moe_latent_size", "router_logit_softcapping"),
         ),
-        "there are no experts: expert_count is refused",
+        "there are no experts",
     ),
     "pooling_type": "of the embeddings of a text, not of logits",
     "rope.scaling.finetuned": "how the weights came about",
     "tensor_data_layout": "how the file came about",
 }
+OF_BLOCKS_OF_EXPERTS = (
+    *("interleave_moe_layer_step", "leading_dense_block_count", "moe_every_n_layers", "moe_latent_size"),
+    "router_logit_softcapping",
+)
 PLAIN = {
     "attention.causal": True,
     "use_parallel_residual": False,
+    "embedding_scale": 1,
+    "expert_gating_func": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1,
     "logit_scale": 1,
     "residual_scale": 1,
     "rope.scaling.attn_factor": 1,
@@ -62,6 +83,7 @@ PLAIN = {
     "rope.scaling.yarn_beta_slow": 1,
     "rope.scaling.factor": 1,
     "rope.scale_linear": 1,
+    "rope.scaling.finetuned": True,
 }
 """What a key says that changes nothing."""
 
@@ -89,7 +111,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TransformerC
             files[kind] = tmp_path_factory.mktemp(kind) / "model.gguf"
             families.write(files[kind], kind)
         with q4.open(files[kind]) as checkpoint:
-            values = {**checkpoint.metadata, **{f"{kind}.{name}": value for name, value in facts.items()}}
+            own = {**OWN.get(kind, {}), **facts}
+            values = {**checkpoint.metadata, **{f"{kind}.{name}": value for name, value in own.items()}}
             return KINDS[kind].config(checkpoint, Metadata(values, str(files[kind])))
 
     return config
@@ -102,6 +125,9 @@ def test_each_key(kind: str, base: str, read: Callable[..., TransformerConfig]) 
     facts, unused = BASES[base]
     plain = read(kind, **facts)
     unused = unused if plain.sliding_layers else unused | OF_WINDOWS
+    idle = {key for key in IDLE if not (key.startswith("expert_") and plain.num_experts)}
+    idle -= {"experts_per_group", *OF_BLOCKS_OF_EXPERTS} if plain.num_experts else set()
+    idle -= {"rope.scaling.finetuned"} if kind == "granite" else set()
     served, passed_over = set(), []
     nameless: list[Any] = []
     for key in keys():
@@ -112,10 +138,10 @@ def test_each_key(kind: str, base: str, read: Callable[..., TransformerConfig]) 
                 nameless += [] if str(error.name).startswith("metadata ") else [(key, value)]
                 continue
             served.add(key)
-            if key not in {*unused, *IDLE} and found == plain and value != PLAIN.get(key, facts.get(key)):
+            if key not in {*unused, *idle} and found == plain and value != PLAIN.get(key, facts.get(key)):
                 passed_over.append((key, value))
     assert (passed_over, nameless) == ([], [])
-    assert served >= {"attention.layer_norm_rms_epsilon", "block_count", "rope.freq_base", *unused, *IDLE}
+    assert served >= {"attention.layer_norm_rms_epsilon", "block_count", "rope.freq_base", *unused, *idle}
 
 
 ZERO = (
@@ -129,11 +155,32 @@ ZERO = (
 def test_numbers_that_change_nothing(kind: str, read: Callable[..., TransformerConfig]) -> None:
     """What none of these architectures has loads where its number says that there is none, and is refused otherwise."""
     plain = read(kind)
-    for key in ZERO:
+    for key in [key for key in ZERO if key not in COMPUTED.get(kind, ())]:
         assert read(kind, **{key: 0}) == read(kind, **{key: 0.0}) == plain
         with pytest.raises(q4.CheckpointError) as caught:
             read(kind, **{key: 2})
         assert caught.value.name == f"metadata '{kind}.{key}'"
+
+
+def test_experts_that_are_not_computed(read: Callable[..., TransformerConfig]) -> None:
+    """Shared and grouped experts, other routers and wrong counts are refused by the key."""
+    assert read("llama", **OF_EXPERTS).num_experts == 9
+    for kind in ("llama", "qwen3moe", "gpt-oss"):
+        bad = {"expert_shared_count": 1, "expert_group_count": 2, "expert_gating_func": 2, "expert_used_count": 10}
+        for key, value in {**bad, "expert_weights_norm": False, "expert_weights_scale": 2.5}.items():
+            with pytest.raises(q4.CheckpointError) as caught:
+                read(kind, **{**OF_EXPERTS, key: value})
+            assert caught.value.name == f"metadata '{kind}.{key}'"
+    with pytest.raises(q4.CheckpointError, match="a positive whole number") as caught:
+        read("qwen3moe", expert_count=0)
+    assert caught.value.name == "metadata 'qwen3moe.expert_count'"
+
+
+def test_caps_of_gemma2(read: Callable[..., TransformerConfig]) -> None:
+    """Gemma 2 has caps of 50 and 30 where its header says none, and none where it says 0."""
+    assert (read("gemma2").attention_cap, read("gemma2").logit_cap) == (50, 30)
+    none = read("gemma2", attn_logit_softcapping=0, final_logit_softcapping=0.0)
+    assert (none.attention_cap, none.logit_cap) == (None, None)
 
 
 def test_keys_of_windows(read: Callable[..., TransformerConfig]) -> None:

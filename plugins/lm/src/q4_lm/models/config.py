@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from q4_nn.blocks.feed_forward import ACTIVATIONS
+from q4_nn.blocks.feed_forward import ACTIVATIONS, GATED_ACTIVATIONS
 from q4_nn.blocks.rotary import RopeScaling
 from q4core import ConfigError
 from q4core.plugin_api import closest_name
@@ -18,9 +18,9 @@ __all__ = ["TransformerConfig"]
 
 _WHAT = "transformer config"
 _CHOICES = {
-    "hidden_act": tuple(ACTIVATIONS),
+    "hidden_act": (*ACTIVATIONS, *GATED_ACTIVATIONS),
     "norm": ("rms", "offset_rms", "layer"),
-    "norm_position": ("pre", "post", "both"),
+    "norm_position": ("pre", "post", "both", "after"),
     "positions": ("rotary", "learned", "none"),
 }
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -44,11 +44,12 @@ class TransformerConfig:
         head_dim: Features of a head. Defaults to ``hidden_size / num_attention_heads``.
         max_position_embeddings: Most positions that the model is made for.
         causal: Whether a token sees none after it.
-        hidden_act: ``silu``, ``gelu``, ``gelu_tanh`` or ``relu``.
+        hidden_act: ``silu``, ``gelu``, ``gelu_tanh``, ``relu`` or ``clamped_swiglu`` (gated).
         gated: Whether the feed-forward parts have a gate.
         norm: ``rms``, ``offset_rms`` (weight stored minus one) or ``layer``.
         norm_eps: Epsilon of every norm.
-        norm_position: Norms before each part (``pre``), after its sum (``post``), or before and after it (``both``).
+        norm_position: Norms before each part (``pre``), after its sum (``post``), before and after it (``both``), or
+            after it and before the sum (``after``).
         positions: ``rotary``, ``learned`` or ``none``.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: How they are changed.
@@ -61,11 +62,20 @@ class TransformerConfig:
         attention_bias: Whether queries, keys and values have one.
         attention_out_bias: Whether attention's last projection has one.
         mlp_bias: Whether the layers of feed-forward parts have one.
-        qk_norm: Whether queries and keys are normed, head by head.
+        qk_norm: Whether queries and keys are normed.
+        qk_norm_heads: Whether head by head; else all heads' features at once.
         attention_scale: Of the scores. Defaults to 1 / sqrt(head_dim).
+        attention_cap: Bound of the scores, which become ``cap · tanh(score / cap)``.
+        attention_sinks: Whether each head has a learnt score of no key.
         attention_dropout: Share of the attention weights that training drops.
         dropout: Share of what each part gives that training drops.
         embedding_scale: What embeddings are multiplied by.
+        residual_scale: What the result of each part is multiplied by before it is added.
+        logit_scale: What logits are multiplied by.
+        logit_cap: Bound of the logits, as of the scores.
+        num_experts: Experts of each feed-forward part; 0 for a part without.
+        experts_per_token: How many of them compute a token.
+        experts_normalized: Whether their weights add up to one.
         type_vocab_size: Kinds of segments (BERT); 0 for none.
         tie_word_embeddings: Whether the head is the embedding.
         initializer_range: Standard deviation of random weights.
@@ -101,10 +111,19 @@ class TransformerConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_heads: bool = True
     attention_scale: float | None = None
+    attention_cap: float | None = None
+    attention_sinks: bool = False
     attention_dropout: float = 0.0
     dropout: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    experts_normalized: bool = True
     type_vocab_size: int = 0
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
@@ -135,8 +154,17 @@ class TransformerConfig:
             layers = self.num_hidden_layers
             inside = all(0 <= layer < layers for layer in getattr(self, name))
             self._require(name, inside, f"indices from 0 to {layers - 1}")
+        self._check_experts_and_caps()
         for name in ("attention_dropout", "dropout"):
             self._require(name, 0 <= getattr(self, name) < 1, "from 0 to below 1")
+
+    def _check_experts_and_caps(self) -> None:
+        if self.num_experts:
+            fits = _is_count(self.experts_per_token) and self.experts_per_token <= self.num_experts
+            self._require("experts_per_token", fits, f"from 1 to {self.num_experts}, the experts")
+        for name in ("attention_cap", "logit_cap"):
+            cap = getattr(self, name)
+            self._require(name, cap is None or cap > 0, "a positive number, or None")
 
     def _require(self, name: str, is_legal: bool, rule: str) -> None:  # noqa: FBT001  # a condition
         if not is_legal:

@@ -17,7 +17,7 @@ from q4core import CheckpointError, PackedWeight, resolve_config
 from q4core.plugin_api import resolve_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
 
     from q4_lm.models.transformer import TransformerDecoder, TransformerEncoder
     from q4core import Checkpoint, Session
@@ -72,6 +72,7 @@ class _Loader:
         self._where = where
         self._dtype = session.config.compute_dtype or torch.float32
         self._device = resolve_device(resolve_config(session.config), torch.device("cpu"))  # where a file's weights are
+        self._biases: dict[str, torch.Tensor] = {}
         self._is_tied = getattr(model, "is_tied", False)  # an encoder has no head
         self._left = {
             ours: name
@@ -136,12 +137,15 @@ class _Loader:
     def _fused(self) -> dict[str, Part]:
         """Load the matrices that hold the rows of several layers, and return each layer's."""
         parts = {}
+        self._split_biases()
         for ours, theirs in list(self._left.items()):
             inner = self._names.fused(ours.removesuffix(".weight"))
             if len(inner) < 2:  # noqa: PLR2004  # several
                 continue
             is_packed = theirs in self._checkpoint
             whole: Any = self._checkpoint[theirs] if is_packed else self._checkpoint.dense[theirs]
+            if not is_packed and whole.dim() == 3:  # noqa: PLR2004  # experts
+                whole = whole.flatten(0, 1)
             columns = self._model.get_submodule(next(iter(inner))).in_features
             self._check_shape(theirs, tuple(whole.shape), (sum(inner.values()), columns))
             del self._left[ours]
@@ -149,16 +153,30 @@ class _Loader:
             for name, rows in inner.items():
                 part = whole.narrow(0, start, rows)
                 start += rows
-                parts[name] = Part(name, part if is_packed else part.to(self._device, self._dtype, copy=True), None)
+                bias = self._biases.pop(name, None)
+                parts[name] = Part(name, part if is_packed else part.to(self._device, self._dtype, copy=True), bias)
         return parts
+
+    def _split_biases(self) -> None:
+        """Cut the biases that belong to several layers."""
+        for ours in [name for name in self._left if name.endswith(".bias")]:
+            inner = self._names.fused(ours.removesuffix(".bias"))
+            if len(inner) > 1:
+                theirs = self._left.pop(ours)
+                whole = self._checkpoint.dense[theirs].flatten()
+                self._check_shape(theirs, tuple(whole.shape), (sum(inner.values()),))
+                pieces = whole.to(self._device, self._dtype, copy=True).split([*inner.values()])
+                self._biases |= dict(zip(inner, pieces, strict=True))
 
     def _fail(self, name: str, rule: str, value: Any, hint: str | None = None) -> NoReturn:
         what = f"tensor {name!r}"
         raise CheckpointError("model", name=what, rule=rule, value=value, where=self._where, hint=hint)
 
-    def _require_all(self, fused: Collection[str]) -> None:
+    def _require_all(self, fused: Mapping[str, Part]) -> None:
         """Refuse a file without a tensor that the model needs, before anything is read; all of them are named."""
         there = {*self._left, *(f"{name}.weight" for name in (*self._left, *fused))}
+        there |= {f"{name}.bias" for name in self._biases}
+        there |= {f"{name}.bias" for name, part in fused.items() if part.bias is not None}
         head = "lm_head." if self._is_tied else "\0"
         missing = [name for name in self._model.state_dict() if name not in there and not name.startswith(head)]
         if not missing:
@@ -181,7 +199,9 @@ class _Loader:
     def _part(self, ours: str, out_features: int, in_features: int, *, biased: bool) -> Part:
         """Load a matrix from the file, and its bias where the model has one."""
         shape = (out_features, in_features)
-        bias = self._dense(f"{ours}.bias", (out_features,)) if biased else None
+        bias = self._biases.pop(ours, None) if biased else None
+        if biased and bias is None:
+            bias = self._dense(f"{ours}.bias", (out_features,))
         name = self._left.pop(ours, None)
         if name is None:
             name = self._left[f"{ours}.weight"].removesuffix(".weight")

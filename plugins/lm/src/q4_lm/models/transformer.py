@@ -10,6 +10,7 @@ from torch import nn
 from q4_lm.models.config import TransformerConfig
 from q4_nn.blocks.attention import MultiHeadAttention
 from q4_nn.blocks.cache import KVCache
+from q4_nn.blocks.experts import Experts
 from q4_nn.blocks.feed_forward import FeedForward
 from q4_nn.blocks.norm import OffsetRMSNorm
 from q4_nn.blocks.rotary import RotaryEmbedding
@@ -36,11 +37,27 @@ def _embedding(rows: int, config: TransformerConfig) -> nn.Embedding:
     return nn.Embedding(rows, config.hidden_size, _weight=torch.empty(rows, config.hidden_size))
 
 
+def _feed_forward(config: TransformerConfig) -> nn.Module:
+    sizes = config.hidden_size, config.intermediate_size
+    if not config.num_experts:
+        act, gated = config.hidden_act, config.gated
+        return FeedForward(*sizes, activation=act, gated=gated, bias=config.mlp_bias)
+    return Experts(
+        *sizes,
+        config.num_experts,
+        config.experts_per_token,
+        normalised=config.experts_normalized,
+        activation=config.hidden_act,
+        bias=config.mlp_bias,
+    )
+
+
 class TransformerBlock(nn.Module):
     """Attention and a feed-forward part, each with its norms, each added to its input.
 
     Parts: ``self_attn``, ``mlp``, and the norms that ``norm_position`` asks for: ``input_layernorm`` and
     ``pre_feedforward_layernorm`` (before), ``post_attention_layernorm`` and ``post_feedforward_layernorm`` (after).
+    ``mlp`` is a ``FeedForward``, or ``Experts`` where the config has any.
 
     Args:
         config: Sizes and options.
@@ -52,7 +69,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         if rotary is None:
             rotary = make_rotary(config, layer)
-        has_pre, has_post = config.norm_position != "post", config.norm_position != "pre"
+        has_pre, has_post = config.norm_position in {"pre", "both"}, config.norm_position != "pre"
         self.input_layernorm = _norm(config) if has_pre else None
         self.self_attn = MultiHeadAttention(
             config.hidden_size,
@@ -65,22 +82,20 @@ class TransformerBlock(nn.Module):
             out_bias=config.attention_out_bias,
             qk_norm=config.norm_eps if config.qk_norm else None,
             norm=_NORMS[config.norm],
+            norm_heads=config.qk_norm_heads,
             rotary=rotary,
             scale=config.attention_scale,
             dropout=config.attention_dropout,
             layer=layer,
+            cap=config.attention_cap,
+            sinks=config.attention_sinks,
         )
         self.post_attention_layernorm = _norm(config) if has_post else None
         self.pre_feedforward_layernorm = _norm(config) if has_pre else None
-        self.mlp = FeedForward(
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.hidden_act,
-            gated=config.gated,
-            bias=config.mlp_bias,
-        )
+        self.mlp = _feed_forward(config)
         self.post_feedforward_layernorm = _norm(config) if has_post else None
         self.norm_position = config.norm_position
+        self.residual_scale = config.residual_scale
         self.dropout = config.dropout
 
     def forward(
@@ -100,6 +115,8 @@ class TransformerBlock(nn.Module):
         return self._emit_add(builder, x, builder.emit(self.mlp, y), self.post_feedforward_layernorm)
 
     def _emit_add(self, builder: ProgramBuilder, x: Value, y: Value, norm: nn.Module | None) -> Value:
+        if self.residual_scale != 1.0:
+            y = builder.step(Op.AFFINE, y, numbers=(self.residual_scale, 0))
         if norm is None:
             return builder.step(Op.ADD, x, y)
         if self.norm_position != "post":
@@ -110,6 +127,8 @@ class TransformerBlock(nn.Module):
     def _add(self, x: torch.Tensor, y: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
         if self.dropout:
             y = nn.functional.dropout(y, self.dropout, self.training)
+        if self.residual_scale != 1.0:
+            y = y * self.residual_scale
         if norm is None:
             return x + y
         summed: torch.Tensor = norm(x + y) if self.norm_position == "post" else x + norm(y)
@@ -265,6 +284,12 @@ class TransformerDecoder(_Transformer):
         for block in self.layers:
             x = builder.emit(block, x, cache=cache)
         logits: Value = builder.emit(self.lm_head, x if self.norm is None else builder.emit(self.norm, x))
+        scale, cap = self.config.logit_scale, self.config.logit_cap
+        if scale != 1.0:
+            logits = builder.step(Op.AFFINE, logits, numbers=(scale, 0))
+        if cap is not None:
+            bounded = builder.step(Op.TANH, builder.step(Op.AFFINE, logits, numbers=(1 / cap, 0)))
+            logits = builder.step(Op.AFFINE, bounded, numbers=(cap, 0))
         return logits
 
     def forward(
@@ -301,6 +326,10 @@ class TransformerDecoder(_Transformer):
             cache.advance(tokens.shape[1])
         x = x[:, -1:] if last_only else x
         logits: torch.Tensor = self.lm_head(x if self.norm is None else self.norm(x))
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        if self.config.logit_cap is not None:
+            logits = (logits / self.config.logit_cap).tanh() * self.config.logit_cap
         return logits
 
 

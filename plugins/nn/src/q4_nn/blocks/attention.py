@@ -57,6 +57,8 @@ def attend(  # noqa: PLR0913  # what a call of torch's takes
     mask: torch.Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return softmax(q·kᵀ · scale)·v; causal: token t of the last T sees the keys up to its own.
 
@@ -69,6 +71,8 @@ def attend(  # noqa: PLR0913  # what a call of torch's takes
         mask: From ``visible``, or None.
         scale: Of the scores. Defaults to 1 / sqrt(head_dim).
         dropout: Share of the weights that is dropped.
+        cap: Bound of the scores, which become ``cap · tanh(score / cap)``; None for none.
+        sinks: [heads]: a further score of each head, whose weight falls on no value; None for none.
 
     Returns:
         [B, T, heads, head_dim].
@@ -78,6 +82,9 @@ def attend(  # noqa: PLR0913  # what a call of torch's takes
     """
     batch, count, heads, head_dim = query.shape
     kv_heads, seen = keys.shape[1], keys.shape[2]
+    if cap is not None or sinks is not None:
+        mask = visible(count, seen, causal=causal, device=query.device) if mask is None else mask
+        return _attend_in_steps(query, keys, values, mask, scale=scale, dropout=dropout, cap=cap, sinks=sinks)
     product = nn.functional.scaled_dot_product_attention
     if count == 1:
         # The heads of a group are so many queries to one key-value head; the keys need not be repeated.
@@ -99,10 +106,40 @@ def attend(  # noqa: PLR0913  # what a call of torch's takes
     return mixed.transpose(1, 2)
 
 
+def _attend_in_steps(  # noqa: PLR0913  # as above
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float | None,
+    dropout: float,
+    cap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return what ``attend`` does, with scores that torch's own product can't change."""
+    kv_heads = keys.shape[1]
+    grouped = query.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, kv_heads, heads of one, T, head_dim]
+    scores = grouped @ keys[:, :, None].transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if cap is not None:
+        scores = (scores / cap).tanh() * cap
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, :, None] if mask.dim() > 2 else ~mask, float("-inf"))  # noqa: PLR2004  # [T, S]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if sinks is not None:
+        extra = sinks.to(scores.dtype).view(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    weights = nn.functional.dropout(weights.to(values.dtype), dropout)
+    return (weights @ values[:, :, None]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
 class MultiHeadAttention(nn.Module):
     """Projects, turns, attends and projects back.
 
-    Parts: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, and ``q_norm``, ``k_norm`` where ``qk_norm`` is given.
+    Parts: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, ``q_norm``, ``k_norm`` where ``qk_norm`` is given, and
+    ``sinks`` where asked for.
     Packing may replace the first three by one ``qkv_proj``.
 
     Args:
@@ -115,11 +152,14 @@ class MultiHeadAttention(nn.Module):
         bias: Whether queries, keys and values have one.
         out_bias: Whether the last projection has one; defaults to ``bias``.
         qk_norm: Epsilon of the RMS norm of each head's queries and keys; None for no norm.
-        norm: Makes that norm, from head_dim and epsilon.
+        norm: Makes that norm, from its features and epsilon.
+        norm_heads: Whether that norm is of each head, of head_dim; else of all heads' features at once.
         rotary: Turns queries and keys, or None.
         scale: Of the scores. Defaults to 1 / sqrt(head_dim).
         dropout: Share of the attention weights that training drops.
         layer: The layer's index in a cache.
+        cap: Bound of the scores, as ``attend`` takes it.
+        sinks: Whether each head has a learnt score of no key.
 
     Raises:
         ConfigError: The sizes don't fit one another.
@@ -141,10 +181,13 @@ class MultiHeadAttention(nn.Module):
         out_bias: bool | None = None,
         qk_norm: float | None = None,
         norm: type[nn.Module] = nn.RMSNorm,
+        norm_heads: bool = True,
         rotary: RotaryEmbedding | None = None,
         scale: float | None = None,
         dropout: float = 0.0,
         layer: int = 0,
+        cap: float | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -164,8 +207,11 @@ class MultiHeadAttention(nn.Module):
         self.qkv_proj: nn.Module | None = None
         out_bias = bias if out_bias is None else out_bias
         self.o_proj: nn.Module = nn.Linear(num_heads * head_dim, hidden_size, bias=out_bias)
-        self.q_norm = None if qk_norm is None else norm(head_dim, eps=qk_norm)
-        self.k_norm = None if qk_norm is None else norm(head_dim, eps=qk_norm)
+        wide = num_heads * head_dim
+        self.q_norm = None if qk_norm is None else norm(head_dim if norm_heads else wide, eps=qk_norm)
+        self.k_norm = None if qk_norm is None else norm(head_dim if norm_heads else narrow, eps=qk_norm)
+        self.norm_heads = norm_heads
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.rotary = rotary
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.causal = causal
@@ -173,6 +219,7 @@ class MultiHeadAttention(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.layer = layer
+        self.cap = cap
 
     def extra_repr(self) -> str:
         """Return the options that torch prints before the parts."""
@@ -203,9 +250,11 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and (memory is not None or not self.causal):
             raise InputError("attention", name="cache", rule="None, for attention is not causal over x alone")
         causal = self.causal and memory is None
-        parts = project(self, "qkv_proj", x, x if memory is None else memory)
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if self.q_norm is not None and self.k_norm is not None:
+        query, key, value = project(self, "qkv_proj", x, x if memory is None else memory)
+        if self.q_norm is not None and self.k_norm is not None and not self.norm_heads:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key, value))
+        if self.q_norm is not None and self.k_norm is not None and self.norm_heads:
             query, key = self.q_norm(query), self.k_norm(key)
         start = 0 if cache is None else cache.start
         if self.rotary is not None:
@@ -220,7 +269,17 @@ class MultiHeadAttention(nn.Module):
         if allowed is not None or window is not None:
             mask = visible(x.shape[1], keys.shape[2], causal=causal, window=window, allowed=allowed, device=x.device)
         dropout = self.dropout if self.training else 0.0
-        mixed = attend(query, keys, values, causal=causal, mask=mask, scale=self.scale, dropout=dropout)
+        mixed = attend(
+            query,
+            keys,
+            values,
+            causal=causal,
+            mask=mask,
+            scale=self.scale,
+            dropout=dropout,
+            cap=self.cap,
+            sinks=self.sinks,
+        )
         y: torch.Tensor = self.o_proj(mixed.flatten(-2))
         return y
 
@@ -228,10 +287,14 @@ class MultiHeadAttention(nn.Module):
         """Emit one token of one sequence, after those of a cache."""
         if cache is None or not self.causal:
             builder.refuse("attention is emitted for one token at a time, over a cache")
+        if self.cap is not None or self.sinks is not None:
+            builder.refuse("attention with capped scores or sinks is no operation of a program")
         query, key, value = emit_project(self, "qkv_proj", builder, x)
         shapes = [(part.shape[-1] // self.head_dim, self.head_dim) for part in (query, key, value)]
+        if self.q_norm is not None and self.k_norm is not None and not self.norm_heads:
+            query, key = builder.emit(self.q_norm, query), builder.emit(self.k_norm, key)
         query, key, value = map(builder.reshape, (query, key, value), shapes)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and self.norm_heads:
             query, key = builder.emit(self.q_norm, query), builder.emit(self.k_norm, key)
         if self.rotary is not None and (both := builder.joined_rows(query, key)) is not None:
             both = builder.emit(self.rotary, both, cache=cache)

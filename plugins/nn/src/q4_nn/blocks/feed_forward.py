@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from q4_programs import ProgramBuilder, Value
 
-__all__ = ["ACTIVATIONS", "FeedForward"]
+__all__ = ["ACTIVATIONS", "GATED_ACTIVATIONS", "FeedForward"]
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,
@@ -30,6 +30,16 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _OPS = {"silu": Op.SILU, "gelu": Op.GELU, "gelu_tanh": Op.GELU_TANH, "relu": Op.RELU}
 
 
+def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return GPT-OSS's gate: ``(up + 1) · gate · sigmoid(1.702 · gate)``, both of them bounded by 7."""
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * gate * (gate * 1.702).sigmoid()
+
+
+GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"clamped_swiglu": _clamped_swiglu}
+"""Name → function of what the gate and the other layer give, where the gate is not merely multiplied."""
+
+
 class FeedForward(nn.Module):
     """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.
 
@@ -39,7 +49,8 @@ class FeedForward(nn.Module):
     Args:
         hidden_size: Features of a token.
         intermediate_size: Features inside.
-        activation: ``silu`` (SwiGLU where gated), ``gelu``, ``gelu_tanh`` or ``relu``.
+        activation: ``silu`` (SwiGLU where gated), ``gelu``, ``gelu_tanh`` or ``relu``; where gated, also
+            ``clamped_swiglu``.
         gated: Whether there is a gate.
         bias: Whether the layers have one.
         dropout: Share of the inner features that training drops.
@@ -65,10 +76,11 @@ class FeedForward(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            close = closest_name(activation, ACTIVATIONS)
+        known = [*ACTIVATIONS, *(GATED_ACTIVATIONS if gated else ())]
+        if activation not in known:
+            close = closest_name(activation, known)
             hint = f"Did you mean {close!r}?" if close else None
-            rule = f"one of {', '.join(ACTIVATIONS)}"
+            rule = f"one of {', '.join(known)}"
             raise ConfigError("feed-forward", name="activation", rule=rule, value=activation, hint=hint)
         self.gate_proj: nn.Module | None = nn.Linear(hidden_size, intermediate_size, bias=bias) if gated else None
         self.up_proj: nn.Module | None = nn.Linear(hidden_size, intermediate_size, bias=bias)
@@ -84,12 +96,12 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., hidden_size] from [..., hidden_size]."""
-        act = ACTIVATIONS[self.activation]
         if self.gated:
             gate, up = project(self, "gate_up_proj", x)
-            inner = act(gate) * up
+            both = GATED_ACTIVATIONS.get(self.activation)
+            inner = ACTIVATIONS[self.activation](gate) * up if both is None else both(gate, up)
         else:
-            inner = act(self.up_proj(x))  # type: ignore[misc]  # only a gated one may be joined
+            inner = ACTIVATIONS[self.activation](self.up_proj(x))  # type: ignore[misc]  # only a gated one may be joined
         if self.dropout:
             inner = nn.functional.dropout(inner, self.dropout, self.training)
         y: torch.Tensor = self.down_proj(inner)
@@ -97,6 +109,8 @@ class FeedForward(nn.Module):
 
     def emit_program(self, builder: ProgramBuilder, x: Value) -> Value:
         """Emit what an evaluation computes."""
+        if self.activation in GATED_ACTIVATIONS:
+            builder.refuse(f"{self.activation} is no operation of a program")
         if self.gated:
             gate, up = emit_project(self, "gate_up_proj", builder, x)
             inner = builder.step(Op.MULTIPLY, builder.step(_OPS[self.activation], gate), up)
