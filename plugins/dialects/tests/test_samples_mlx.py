@@ -18,6 +18,7 @@ ROOT = Path(os.environ.get("Q4_SAMPLES", "."))
 NAMES = [
     *("mlx-affine-g32-bf16", "mlx-affine-g64", "mlx-autoround-g64", "mlx-mixed-bits", "mlx-mxfp4", "mlx-no-config"),
     *("mlx-nvfp4", "mlx-shapes", "autoround-mlx-g64"),
+    *("hqq-axis0-g64", "hqq-axis1-crossing", "hqq-axis1-g64", "hqq-channel", "hqq-mixed-bits", "hqq-view-as-float"),
 ]
 
 

@@ -9,6 +9,7 @@ from q4_dialects.comfyui import ComfyUiNvfp4
 from q4_dialects.compressed_tensors import CompressedTensorsNvfp4
 from q4_dialects.compressed_tensors_int4 import CompressedTensorsInt4
 from q4_dialects.gpt_oss import GptOssMxfp4
+from q4_dialects.hqq import Hqq
 from q4_dialects.mlx import Mlx
 from q4_dialects.modelopt import ModelOptNvfp4
 from q4_dialects.recognised import Recognised
@@ -35,6 +36,7 @@ def q4_dialects() -> list[Dialect]:
         CompressedTensorsInt4(),
         CompressedTensorsNvfp4(),
         GptOssMxfp4(),
+        Hqq(),
         Mlx(),
         ModelOptNvfp4(),
         TorchaoMxfp4Linear(),

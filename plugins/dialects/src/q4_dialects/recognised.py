@@ -76,15 +76,7 @@ _ROWS = (
         )
         for codes in ("_data", "_data._data")
     ),
-    _Row(
-        dialect="hqq",
-        needs={"W_q": ()},
-        also=(
-            *("scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "unpack_view_dtype"),
-            *("compute_dtype", "view_as_float", "quant_scale", "quant_zero", "offload_meta", "encoded_state_dict"),
-            *("stores_quant_config", "channel_wise", "optimize", "round_zero"),
-        ),
-    ),
+    *(_Row(dialect="sinq", needs={"W_q": (), meta: ()}, also=("bias",)) for meta in ("meta", "meta.scale")),
     _Row(dialect="openai-mxfp4", needs={"blocks": {torch.uint8}, "scales": _E8M0}),
     _Row(
         dialect="compressed-tensors-mxfp4",
