@@ -15,6 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 import q4core as q4
+from q4_gguf import GgufSource
 from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES, UNPACKED_TYPES, find_type, name_of
 from q4_gguf.header import TensorEntry
 from q4_gguf.reader import refusal
@@ -66,6 +67,19 @@ def test_what_is_stored_singly_is_a_view(name: str) -> None:
     assert torch.equal(q4.dequantize(weight.contiguous(), torch.float32), before)
     if is_stored:
         assert weight.nbytes <= blocks.nbytes * 1.03
+
+
+def test_a_peek_has_the_facts_of_the_layer(every_type_gguf: Path) -> None:
+    """What reports ask of a layer has its facts and its first row, and makes no codes for the others."""
+    with q4.open(every_type_gguf) as checkpoint:
+        assert isinstance(checkpoint.source, GgufSource)
+        for name, weight in checkpoint.items():
+            seen = checkpoint.source.peek(name)
+            assert q4.WeightSpec.of(seen) == q4.WeightSpec.of(weight)
+            assert seen.qdata.stride(0) == 0
+            if not name.startswith("blk.0.up_exps"):
+                assert torch.equal(q4.dequantize(seen)[3], q4.dequantize(weight)[0])
+            assert dict(checkpoint.schema.layers[name].extras)["type"] in PACKED_TYPES
 
 
 @pytest.mark.parametrize("name", sorted(PACKED_TYPES))

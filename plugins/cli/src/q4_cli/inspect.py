@@ -100,7 +100,15 @@ def _layer_facts(
     roles, shape and bytes are equal.
     """
     place = layer.shape or layer.module
-    kind = (layer.dialect, layer.format, layer.block_size, tuple(sorted(layer.keys)), place, layer.nbytes)
+    kind = (
+        layer.dialect,
+        dict(layer.extras).get("type"),
+        layer.format,
+        layer.block_size,
+        tuple(sorted(layer.keys)),
+        place,
+        layer.nbytes,
+    )
     if kind not in known:
         known[kind] = {} if checkpoint is None else _read(checkpoint, layer.module)
     read = known[kind]
@@ -113,6 +121,7 @@ def _layer_facts(
         "dialect": next((str(item.value) for item in layer.problems if item.code == "ambiguous"), layer.dialect),
         "shape": shape,
         "block_size": layer.block_size or read.get("block_size"),
+        "type": dict(layer.extras).get("type"),
         "scale_kind": read.get("scale_kind"),
         "packing": read.get("packing"),
         "nbytes": nbytes,
@@ -124,7 +133,7 @@ def _layer_facts(
 
 def _read(checkpoint: q4.Checkpoint, module: str) -> dict[str, Any]:
     try:
-        weight = checkpoint.source.read(module)
+        weight = getattr(checkpoint.source, "peek", checkpoint.source.read)(module)
     except q4.Q4Error as error:
         return {"notes": (f"can't be read: {error}",)}
     return {
@@ -196,6 +205,6 @@ def _row(layer: Mapping[str, Any]) -> list[str]:
         "?" if bits is None else f"{bits:.2f}",
         "?" if nbytes is None else f"{nbytes:,}",
         str(layer["block_size"] or "?"),
-        layer["dialect"],
+        f"{layer['dialect']} {layer['type'] or ''}".rstrip(),
         layer["scale_kind"] or "?",
     ]

@@ -8,7 +8,7 @@ import torch
 
 from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES, UNPACKED_TYPES
 from q4_gguf.split import read_parts
-from q4_gguf.views import dense_tensor, packed_weight, unpacked_tensor
+from q4_gguf.views import dense_tensor, outline, packed_weight, unpacked_tensor
 from q4core import CheckpointError, DialectError, LayerSchema, LifecycleError, Problem, Schema, TensorInfo
 from q4core.plugin_api import open_regular
 
@@ -122,6 +122,12 @@ class GgufSource:
             factor = self.load(self._factors[entry.name])[expert or 0]
         return packed_weight(self._bytes_of(entry.name), entry, name=module, expert=expert, factor=factor)
 
+    def peek(self, module: str) -> PackedWeight:
+        """Return a layer's weight with the first row in place of all others, at no cost, for reports of files."""
+        entry = self._entries[self._schema.layers[module].keys["qdata"]]
+        factor = torch.ones(()) if entry.name in self._factors else None
+        return outline(self._bytes_of(entry.name), entry, name=module, factor=factor)
+
     def load(self, name: str) -> torch.Tensor:
         """Return one dense tensor, as a view of the file; float32 values where they are computed on request."""
         entry, data = self._entries[name], self._bytes_of(name)
@@ -200,6 +206,6 @@ def _layers(entry: TensorEntry, factor: str | None) -> Iterator[LayerSchema]:
             keys=keys if factor is None else keys | {"global_scale": factor},
             shape=(rows, columns),
             block_size=layout.block_size,
-            extras=(("expert", index),) if experts else (),
+            extras=(("type", entry.type_name), *([("expert", index)] if experts else [])),
             nbytes=(entry.nbytes or 0) // count,
         )

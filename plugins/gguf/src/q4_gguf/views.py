@@ -6,6 +6,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 
 from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from q4_gguf.ggml import BlockLayout
     from q4_gguf.header import TensorEntry
 
-__all__ = ["dense_tensor", "map_file", "packed_weight", "unpacked_tensor"]
+__all__ = ["dense_tensor", "map_file", "outline", "packed_weight", "unpacked_tensor"]
 
 _SMALLEST_HEADER_BYTES = 24
 _CHUNK_ELEMENTS = 1 << 20
@@ -130,6 +131,25 @@ def packed_weight(
     )
 
 
+def outline(data: mmap.mmap, entry: TensorEntry, **labels: Any) -> PackedWeight:
+    """Return what ``packed_weight`` does with the first row in place of all others: its facts, at no cost.
+
+    Args:
+        data: The mapped file.
+        entry: As for ``packed_weight``.
+        **labels: As for ``packed_weight``.
+    """
+    *_, rows, columns = entry.shape
+    size = None if entry.type is None else columns // entry.type.block_size * entry.type.block_bytes
+    weight = packed_weight(data, attrs.evolve(entry, shape=(1, columns), nbytes=size), **labels)
+    fields: dict[str, Any] = {
+        name: tensor.expand(rows, *tensor.shape[1:]) if tensor.dim() > 1 else tensor.repeat(rows)
+        for name, tensor in weight.tensors()
+        if name != "global_scale"
+    }
+    return attrs.evolve(weight, out_features=rows, **fields)
+
+
 def _packed_again(blocks: torch.Tensor, layout: BlockLayout, columns: int) -> torch.Tensor:
     """Return the codes of blocks [N, S, bytes] as their format packs them, [N, P]; some rows at a time."""
     if isinstance(layout.codes, tuple):  # pragma: no cover  # they are used as they are stored
@@ -138,6 +158,5 @@ def _packed_again(blocks: torch.Tensor, layout: BlockLayout, columns: int) -> to
     result = torch.empty((rows, columns // layout.packing.codes_per_byte), dtype=torch.uint8)
     step = max(1, _CHUNK_ELEMENTS // columns)
     for start in range(0, rows, step):
-        codes = layout.codes(blocks[start : start + step]).flatten(1)
-        result[start : start + step] = pack_codes(codes, layout.packing)
+        result[start : start + step] = pack_codes(layout.codes(blocks[start : start + step]), layout.packing)
     return result
