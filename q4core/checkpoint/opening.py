@@ -81,6 +81,7 @@ def _facts(opened: Checkpoint) -> dict[str, Any]:
     unread = collections.Counter(problem.type for problem in opened.schema.unsupported)
     return {
         "path": str(opened.path), "layers": dict(layers), "dense": len(opened.dense), "unread": dict(unread),
+        "decoded": len(opened.schema.decoded),
     }  # fmt: skip
 
 

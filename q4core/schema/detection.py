@@ -17,7 +17,7 @@ from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, as_dict, as
 from q4core.schema.dialect import Dialect, find_dialect
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from q4core.schema.catalogue import TensorInfo
 
@@ -46,7 +46,8 @@ class Schema:
 
     Args:
         layers: Module → how its weight is stored, in the order of the file.
-        dense: Names of the tensors that belong to no layer.
+        dense: Names of the tensors that belong to no layer, those that are decoded among them.
+        decoded: Name of a dense tensor → how it is stored, where bfloat16 is decoded from FP8 and its scales.
         problems: What is wrong with the checkpoint as a whole; each layer has its own ``problems``.
         unsupported: Tensors and layers that can be listed but not read, each with the reason; ``key`` is the name. The
             code is ``unexplained`` where no dialect knows the keys, which are the value then.
@@ -54,6 +55,7 @@ class Schema:
 
     layers: Mapping[str, LayerSchema] = attrs.field(factory=dict, converter=as_dict, hash=False)
     dense: tuple[str, ...] = attrs.field(default=(), converter=as_tuple)
+    decoded: Mapping[str, LayerSchema] = attrs.field(factory=dict, converter=as_dict, hash=False)
     problems: tuple[Problem, ...] = attrs.field(default=(), converter=as_tuple)
     unsupported: tuple[Problem, ...] = attrs.field(default=(), converter=as_tuple)
 
@@ -87,24 +89,33 @@ def detect_in(catalogue: Catalogue, dialects: Sequence[Dialect], wanted: str | N
         find_dialect(wanted, dialects)
     found = readings(catalogue, dialects)
     used = {key for group in found.values() for layer in group for key in layer.keys.values()}
+    dense_layers = [layer for item in dialects for layer in _found(item.find_dense, catalogue, item)]
+    others = {layer.module: _sized(layer, catalogue) for layer in dense_layers if layer.module not in found}
+    used.update(key for layer in others.values() for key in layer.keys.values())
     unread = _find_unread(catalogue, dialects, used)
-    if not found and not unread:
+    if not found and not unread and not others:
         return None
     chosen = {module: choose(group, wanted, catalogue.metadata.get(MARKER)) for module, group in found.items()}
     layers = {module: layer for module, layer in chosen.items() if not is_unsupported(layer)}
-    for module, layer in layers.items():
-        infos = [catalogue.get(key) for key in set(layer.keys.values())]
-        nbytes = sum(info.nbytes for info in infos if info is not None) if layer.nbytes is None else layer.nbytes
-        layers[module] = attrs.evolve(layer, nbytes=nbytes)
+    layers = {module: _sized(layer, catalogue) for module, layer in layers.items()}
+    decoded = {layer.keys["qdata"]: layer for layer in others.values() if not is_unsupported(layer)}
     problems = []
     if wanted is not None and found and all(layer.dialect != wanted for layer in layers.values()):
         names = ", ".join(sorted({layer.dialect for group in found.values() for layer in group}))
         problems = [Problem("dialect", "dialect", f"one that the keys allow ({names})", wanted)]
-    refused = [problem for layer in chosen.values() for problem in layer.problems if problem.code == "unsupported"]
+    every = [*chosen.values(), *others.values()]
+    refused = [problem for layer in every for problem in layer.problems if problem.code == "unsupported"]
     used.update(key for _, keys in unread for key in keys)
-    dense = [name for name in catalogue.tensors if name not in used]
+    dense = [name for name in catalogue.tensors if name not in used or name in decoded]
     refused += [problem for problem, _ in unread]
-    return Schema(layers=layers, dense=dense, problems=problems, unsupported=refused)
+    return Schema(layers=layers, dense=dense, decoded=decoded, problems=problems, unsupported=refused)
+
+
+def _sized(layer: LayerSchema, catalogue: Catalogue) -> LayerSchema:
+    """Return a layer with the bytes of its tensors, where its dialect does not say them."""
+    infos = [catalogue.get(key) for key in set(layer.keys.values())]
+    nbytes = sum(info.nbytes for info in infos if info is not None)
+    return layer if layer.nbytes is not None else attrs.evolve(layer, nbytes=nbytes)
 
 
 def is_unsupported(layer: LayerSchema) -> bool:
@@ -116,7 +127,7 @@ def readings(catalogue: Catalogue, dialects: Sequence[Dialect]) -> dict[str, lis
     """Return module → its readings, by the dialects' names, modules in the order in which the file has their codes."""
     found: dict[str, list[LayerSchema]] = {}
     for dialect in sorted(dialects, key=lambda item: item.name):
-        for layer in _found(dialect, catalogue):
+        for layer in _found(dialect.find, catalogue, dialect):
             found.setdefault(layer.module, []).append(layer)
 
     places = {name: index for index, name in enumerate(catalogue.tensors)}
@@ -127,10 +138,12 @@ def readings(catalogue: Catalogue, dialects: Sequence[Dialect]) -> dict[str, lis
     return dict(sorted(found.items(), key=first))
 
 
-def _found(dialect: Dialect, catalogue: Catalogue) -> list[LayerSchema]:
+def _found(
+    find: Callable[[Catalogue], Iterable[LayerSchema]], catalogue: Catalogue, dialect: Dialect
+) -> list[LayerSchema]:
     """Return what a dialect finds; one that raises is left out, with a warning."""
     try:
-        return list(dialect.find(catalogue))
+        return list(find(catalogue))
     except Q4Error:
         raise
     except PLUGIN_FAULTS as error:

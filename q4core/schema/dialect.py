@@ -58,6 +58,16 @@ class Dialect(abc.ABC):
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterable[Problem]:
         """Yield *every* problem of dtype and shape (``layer.problems``, and those of values, are the caller's)."""
 
+    def find_dense(self, catalogue: Catalogue) -> Iterable[LayerSchema]:
+        """Yield each module whose weight is not one of ours, and is decoded into a dense tensor, such as FP8."""
+        del catalogue
+        return ()
+
+    def read_dense(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return the bfloat16 [N, K] of a layer from ``find_dense``; its name is the key of the role ``"qdata"``."""
+        del load
+        raise self.refusal(layer.module, "dialect", "one that decodes dense tensors", self.name)
+
     def stored_numbers(
         self, layer: LayerSchema, role: str, stored: torch.Tensor, catalogue: Catalogue
     ) -> torch.Tensor | None:

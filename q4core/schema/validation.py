@@ -36,12 +36,14 @@ def validate_in(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect
     """Return every problem of a schema that was made from a catalogue: of keys, shapes, dtypes and values at hand."""
     known = {name: find_dialect(name, dialects) for name in schema.dialects}
     layers = [(known[layer.dialect], layer) for layer in schema.layers.values()]
+    decoders = {dialect.name: dialect for dialect in dialects}
+    layers += [(decoders[layer.dialect], layer) for layer in schema.decoded.values()]
     found = [(pair, _layer_problems(*pair, catalogue)) for pair in layers]
     illegal = list(_number_problems(layers, catalogue))
     problems = [*schema.problems, *(problem for _, some in found for problem in some), *illegal]
     bad_keys = {problem.key for problem in illegal}
     for (dialect, layer), some in found:
-        if not some and bad_keys.isdisjoint(layer.keys.values()):
+        if not some and layer.module in schema.layers and bad_keys.isdisjoint(layer.keys.values()):
             problems += _weight_problems(dialect, layer, catalogue)
     return tuple(dict.fromkeys(problems))
 

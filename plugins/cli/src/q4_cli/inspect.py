@@ -73,6 +73,10 @@ def _record(file: str, schema: q4.Schema, checkpoint: q4.Checkpoint | None) -> d
                 {"name": name, "dtype": info.dtype, "shape": info.shape, "nbytes": info.nbytes}
                 for name, info in infos.items()
             ],
+            "decoded": [
+                {"name": name, "dialect": layer.dialect, "stored_bytes": layer.nbytes}
+                for name, layer in schema.decoded.items()
+            ],
         },
         "unsupported": _problem_facts(schema.unsupported),
         "totals": {
@@ -83,6 +87,8 @@ def _record(file: str, schema: q4.Schema, checkpoint: q4.Checkpoint | None) -> d
             "unread": unread_types(_problem_facts(schema.unsupported)),
             "dense_tensors": len(schema.dense),
             "dense_bytes": sum(info.nbytes for info in infos.values()),
+            "decoded_tensors": len(schema.decoded),
+            "decoded_stored_bytes": sum(layer.nbytes or 0 for layer in schema.decoded.values()),
             "formats": sorted({layer["format"] for layer in layers}),
             "dialects": list(schema.dialects),
         },
@@ -194,6 +200,14 @@ def _show(console: Console, record: Mapping[str, Any]) -> None:
     by_dtype = record["dense"]["by_dtype"]
     kinds = ", ".join(f"{item['count']} {item['dtype']} ({bytes_text(item['nbytes'])})" for item in by_dtype)
     say(console, f"{counted(totals['dense_tensors'], 'dense tensor')}{': ' if kinds else ''}{kinds}")
+    if totals["decoded_tensors"]:
+        stored, owners = (
+            bytes_text(totals["decoded_stored_bytes"]),
+            {item["dialect"] for item in record["dense"]["decoded"]},
+        )
+        say(
+            console, f"{totals['decoded_tensors']} of them decoded from {', '.join(sorted(owners))}: {stored} as stored"
+        )
 
 
 def _row(layer: Mapping[str, Any]) -> list[str]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from q4_safetensors.files import INDEX_SUFFIX, SUFFIX, FileSet, find_files
-from q4core import CheckpointError
+from q4core import CheckpointError, TensorInfo
 from q4core.plugin_api import find_dialect, find_layers, open_regular, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    import torch
-
-    from q4core import Dialect, OpenRequest, PackedWeight, Schema, TensorInfo
+    from q4core import Dialect, OpenRequest, PackedWeight, Schema
 
 __all__ = ["SafetensorsReader", "SafetensorsSource"]
 
@@ -30,7 +30,10 @@ class SafetensorsSource:
         self.path = files.path
         self.metadata: Mapping[str, Any] = files.metadata
         self.schema = schema
-        self.dense: Mapping[str, TensorInfo] = {name: files.infos[name] for name in schema.dense}
+        self.dense: Mapping[str, TensorInfo] = {
+            name: TensorInfo(torch.bfloat16, files.infos[name].shape) if name in schema.decoded else files.infos[name]
+            for name in schema.dense
+        }
 
     def read(self, module: str) -> PackedWeight:
         """Return one layer, as views of the mapped files where the dialect's order allows."""
@@ -38,8 +41,12 @@ class SafetensorsSource:
         return find_dialect(layer.dialect, self._dialects).read(layer, self._files.load)
 
     def load(self, name: str) -> torch.Tensor:
-        """Return one dense tensor as a view of its file."""
-        return self._files.load(name)
+        """Return one dense tensor as a view of its file; one in FP8 is decoded."""
+        layer = self.schema.decoded.get(name)
+        if layer is None:
+            return self._files.load(name)
+        decoder = next(dialect for dialect in self._dialects if dialect.name == layer.dialect)
+        return decoder.read_dense(layer, self._files.load)
 
     def close(self) -> None:
         """Release the files; tensors already returned stay valid."""
