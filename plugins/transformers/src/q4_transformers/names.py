@@ -44,6 +44,10 @@ class Names:
         """Return whether the model has a floating-point tensor of a name."""
         return name in self._state and self._state[name].is_floating_point()
 
+    def shape(self, name: str | None) -> tuple[int, ...] | None:
+        """Return the shape of the model's tensor of a name, or None where there is none."""
+        return tuple(self._state[name].shape) if name in self._state else None
+
     def forms(self, key: str) -> set[str]:
         """Return every name under which transformers may report a tensor that it finds no place for."""
         merged, _ = rename_source_key(key, self._renamings, self._converters)

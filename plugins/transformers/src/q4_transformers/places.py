@@ -153,6 +153,25 @@ def _cast_problems(checkpoint: Checkpoint, names: Names) -> Iterator[Problem]:
             yield Problem("dtype", name, rule, str(info.dtype).removeprefix("torch."))
 
 
+def places_of_decoded(model: Any, checkpoint: Checkpoint, names: Names, packed: Collection[str]) -> dict[str, str]:
+    """Return parameter → the dense tensor that is decoded for it, as transformers would cast it without its scales.
+
+    Raises:
+        SchemaError: The model has no parameter of that name and shape: it merges the tensor with others, say.
+    """
+    found, problems = {}, []
+    for stored in checkpoint.schema.decoded:
+        name = names.rename(stored)
+        shape = names.shape(name)
+        if stored not in packed and shape != checkpoint.dense.infos[stored].shape:
+            rule = f"a parameter of {type(model).__name__} of that shape, to be decoded into"
+            problems.append(Problem("unsupported", stored, rule, None if shape is None else list(shape)))
+        elif stored not in packed and name is not None:
+            found[name] = stored
+    raise_unfit(model, checkpoint, problems)
+    return found
+
+
 def fitting_problem(
     stored: str, shape: tuple[int, int] | None, name: str, modules: Mapping[str, nn.Module], model: str
 ) -> Problem | None:

@@ -27,7 +27,7 @@ from q4_transformers.linear import HfLinear
 from q4_transformers.names import Names
 from q4_transformers.parallelism import check_parallelism
 from q4_transformers.peft import keep_names_of_experts
-from q4_transformers.places import Place, open_files, places_of_dense, places_of_layers, shape_of
+from q4_transformers.places import Place, open_files, places_of_decoded, places_of_dense, places_of_layers, shape_of
 from q4_transformers.reasons import block_size_for
 from q4_transformers.saving import state_and_metadata
 from q4core import ConfigError
@@ -66,6 +66,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self._checkpoint: Checkpoint | None = None
         self._model: Any = None
         self._places: list[Place] = []
+        self._decoded: dict[str, str] = {}
         self._rooms: list[HfLinear] = []
         self.packed: tuple[str, ...] = ()
         """The modules that were packed at load."""
@@ -114,6 +115,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
                 self._places, self.reasons = places_of_dense(model, checkpoint, names, config)
                 if not self._places:
                     _raise_nothing_packed(config.format, self.reasons, checkpoint)
+            self._decoded = places_of_decoded(model, checkpoint, names, {place.stored for place in self._places})
             self._read_facts(checkpoint)
             if has_experts(model):
                 keep_names_of_experts()
@@ -141,6 +143,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         layers = checkpoint.schema.layers
         for place in self._places:
             yield from layers[place.stored].keys.values() if place.stored in layers else (place.stored,)
+        for stored, layer in checkpoint.schema.decoded.items():
+            yield from (key for key in layer.keys.values() if key != stored)
 
     def _replace(self, model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None, *, takes_place: bool) -> None:
         """Put an empty layer in each place; it counts for its packed bytes where a device map is to be found."""
@@ -190,6 +194,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             return model
         drop_conversions(model)
         with checkpoint:
+            for name, stored in self._decoded.items():
+                model.get_parameter(name).data.copy_(checkpoint.dense[stored])
             for place in logging.tqdm(places, desc="Preparing 4-bit layers"):
                 layer = model.get_submodule(place.module)
                 prepared = None if cache is None else cache.take(place)
