@@ -47,7 +47,7 @@ def test_every_backend_has_its_formats_and_devices() -> None:
 def test_what_is_refused_by_name_has_no_reader(name: str) -> None:
     """A dialect that the page calls refused is none that can be read."""
     assert name.upper() in SUPPORT
-    assert not any(name in dialect.name for dialect in q4.dialects() if dialect.formats)
+    assert not any(name == dialect.name.partition("-")[0] for dialect in q4.dialects() if dialect.formats)
 
 
 def test_figures_of_precision_are_stored() -> None:

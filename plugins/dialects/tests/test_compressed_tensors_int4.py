@@ -170,21 +170,35 @@ def test_wrong_part_is_named(key: str, tensor: torch.Tensor, code: str) -> None:
     assert (code, f"proj.{key}") in _problems({**_layer()[0], f"proj.{key}": tensor})
 
 
-def test_order_of_in_features_is_refused_by_name() -> None:
-    """An order that the package gathers by is listed, and the layer is not read without it."""
-    tensors = {**_layer()[0], "proj.weight_g_idx": torch.arange(64, dtype=torch.int32)}
-    ((key, rule, value),) = _refused(tensors)
-    assert (key, value) == ("proj", "weight_g_idx")
-    assert "actorder" in rule
-
-
-def test_other_widths_of_codes_are_refused() -> None:
-    """Words of 8-bit codes under the same keys are named by their width, and so are experts of three dimensions."""
-    tensors = {**_layer()[0], "proj.weight_packed": torch.zeros(20, 16, dtype=torch.int32)}
-    ((key, _, value),) = _refused(tensors)
-    assert (key, value) == ("proj", "8-bit codes [20, 16]")
+def test_experts_of_three_dimensions_are_refused() -> None:
+    """What the package does not write is named by its shape."""
     ((key, _, value),) = _refused({**_layer()[0], "proj.weight_packed": torch.zeros(2, 20, 8, dtype=torch.int32)})
     assert (key, value) == ("proj", [2, 20, 8])
+
+
+def test_width_that_contradicts_config_is_an_error() -> None:
+    """Nibbles that config.json calls bytes, or the other way, are read in neither width."""
+    weights = {"num_bits": 8, "type": "int"}
+    config = {"quantization_config": {"config_groups": {"group_0": {"weights": weights}}}}
+    assert _problems(_layer()[0], config=config) == {("shape", "proj.weight_packed")}
+
+
+@pytest.mark.parametrize("kind", ["in order", "unused", "permuted"])
+def test_order_of_in_features_is_written_as_it_was(kind: str) -> None:
+    """An order that says nothing costs no copy; any other sorts columns, and its index is written again."""
+    tensors, value = _layer()
+    places = torch.arange(64, dtype=torch.int32)
+    groups = {"in order": places // 16, "unused": torch.full_like(places, -1), "permuted": (places * 5 % 64) // 16}[
+        kind
+    ]
+    tensors["proj.weight_g_idx"] = groups
+    weight = DIALECT.read(q4.detect_or_fail(tensors).layers["proj"], tensors.__getitem__)
+    assert (weight.input_permutation is None) == (kind != "permuted")
+    assert (weight.qdata.data_ptr() == tensors["proj.weight_packed"].data_ptr()) == (kind != "permuted")
+    if kind != "permuted":
+        assert torch.equal(q4.dequantize(weight), value)
+    written = DIALECT.write("proj", weight).tensors
+    assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
 
 
 def test_names_and_shapes_alone_do_not_determine_k() -> None:

@@ -31,23 +31,12 @@ LAYERS: dict[str, dict[str, torch.Tensor]] = {
         "proj.scales": _of(F16, 1, 16),
     },
     "openai-mxfp4": {"proj.blocks": _of(U8, 2, 16, 2, 16), "proj.scales": _of(U8, 2, 16, 2)},
-    "compressed-tensors-mxfp4": {"proj.weight_packed": _of(U8, 16, 32), "proj.weight_scale": _of(U8, 16, 2)},
-    "modelopt-int4": {"proj.weight": _of(U8, 8, 64), "proj.weight_scale": _of(F16, 16, 1)},
-    "modelopt-mxfp4": {"proj.weight": _of(U8, 16, 32), "proj.weight_scale": _of(U8, 16, 2)},
-    "deepseek-mxfp4": {"proj.weight": _of(torch.int8, 16, 32), "proj.scale": _of(torch.float8_e8m0fnu, 16, 2)},
-    "gptqmodel-bitsandbytes": {
-        "proj.weight": _of(U8, 512, 1),
-        "proj.weight_absmax": _of(torch.float32, 16),
-        "proj.weight_quant_map": _of(torch.float32, 16),
-        "proj.weight_quant_state": _of(U8, 20),
-    },
     "bitsandbytes-int8": {"proj.weight": _of(torch.int8, 16, 64), "proj.SCB": _of(torch.float32, 16)},
     "tensorrt-llm-nvfp4": {
         "proj.weight": _of(U8, 16, 32),
         "proj.weights_block_scaling_factor": _of(F8, 16, 4),
         "proj.alpha": _of(torch.float32, 1),
     },
-    "fp8": {"proj.weight": _of(F8, 16, 64), "proj.weight_scale": torch.ones(()), "proj.input_scale": torch.ones(())},
 }
 
 

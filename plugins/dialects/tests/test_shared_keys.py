@@ -208,11 +208,11 @@ def test_int4_and_fp8_of_the_same_library_are_not_taken_for_nvfp4() -> None:
         "proj.weight": torch.zeros(8, 64, dtype=torch.uint8),
         "proj.weight_scale": torch.zeros(8, 4, dtype=torch.uint8),
     }
-    for tensors, name in ((int4, "modelopt-int4"), (fp8, "fp8"), (mxfp4, "modelopt-mxfp4")):
-        schema = q4.detect(tensors, config=MODELOPT)
-        assert schema is not None
-        assert [problem.value for problem in schema.unsupported] == [name]
-        assert schema.dense == ()
+    for tensors, name in ((int4, "modelopt-int4"), (mxfp4, "modelopt-mxfp4")):
+        assert q4.detect_or_fail(tensors, config=MODELOPT).layers["proj"].dialect == name
+    schema = q4.detect(fp8, config=MODELOPT)
+    assert schema is not None
+    assert (dict(schema.layers), [*schema.decoded], schema.dense) == ({}, ["proj.weight"], ("proj.weight",))
 
 
 def test_sidecar_speaks_where_config_does_not(tmp_path: Path) -> None:

@@ -46,7 +46,14 @@ if TYPE_CHECKING:
 
     from q4core import WeightSpec
 
-__all__ = ["CACHE_SCALES", "CompressedTensorsNvfp4", "config_entry", "transform_problems"]
+__all__ = [
+    "CACHE_SCALES",
+    "CompressedTensorsNvfp4",
+    "config_entry",
+    "group_weights",
+    "stated_formats",
+    "transform_problems",
+]
 
 _SUFFIXES = {
     "qdata": "weight_packed",
@@ -64,6 +71,22 @@ def transform_problems(module: str, catalogue: Catalogue) -> Iterator[Problem]:
     if transform:
         rule = "without transform_config in config.json: a rotation that is not undone"
         yield Problem("unsupported", module, rule, transform)
+
+
+def _groups(catalogue: Catalogue) -> list[dict[str, Any]]:
+    groups = catalogue.quantization_config.get("config_groups")
+    return [item for item in groups.values() if isinstance(item, dict)] if isinstance(groups, dict) else []
+
+
+def group_weights(catalogue: Catalogue) -> list[dict[str, Any]]:
+    """Return what ``config.json`` says of the weights of each group of layers."""
+    return [item["weights"] for item in _groups(catalogue) if isinstance(item.get("weights"), dict)]
+
+
+def stated_formats(catalogue: Catalogue) -> set[str]:
+    """Return the formats that ``config.json`` names, of all layers and of each group."""
+    found = (item.get("format") for item in (catalogue.quantization_config, *_groups(catalogue)))
+    return {item for item in found if isinstance(item, str)}
 
 
 def config_entry(form: str, groups: Mapping[str, Any], unquantised: tuple[str, ...]) -> dict[str, Any]:
@@ -91,11 +114,15 @@ class CompressedTensorsNvfp4(Dialect):
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
         """Yield each module with a global scale, or with codes as bytes next to e4m3 scales."""
+        formats = stated_formats(catalogue)
+        is_e5m3 = any("e5m3" in item for item in formats)  # which has no global scale
+        is_possible = not formats or any("nvfp4" in item for item in formats)
         named = catalogue.quantization_config.get("quant_method") == "compressed-tensors"
         for module in catalogue.modules_with("weight_packed", "weight_global_scale"):
             codes, scale = catalogue.get(f"{module}.weight_packed"), catalogue.get(f"{module}.weight_scale")
             is_pair = codes is not None and codes.dtype == torch.uint8 and scale is not None and scale.dtype == E4M3
-            is_alone = codes is not None and codes.dtype == torch.uint8 and scale is None
+            is_pair &= not is_e5m3
+            is_alone = codes is not None and codes.dtype == torch.uint8 and scale is None and is_possible
             if is_pair or is_alone or f"{module}.weight_global_scale" in catalogue:
                 yield self._layer(module, catalogue, named=named)
 

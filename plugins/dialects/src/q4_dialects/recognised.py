@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 import attrs
 import torch
 
+from q4_dialects.fp8 import FP8_SCALES
+from q4_dialects.look_alikes import MXINT4, is_e5m3, may_be_mxfp4, may_be_mxint4
 from q4_dialects.modelopt_experts import FUSED, nvfp4_experts
+from q4_dialects.mx_rows import MX_BLOCK, blocks_of
 from q4_dialects.torchao_entries import entry_of, is_read
 from q4core import Catalogue, Dialect, DialectError, LayerSchema, PackedWeight, Problem
 from q4core.plugin_api import FLOATS
@@ -22,6 +25,8 @@ __all__ = ["Recognised"]
 
 _E8M0 = frozenset({torch.uint8, torch.float8_e8m0fnu})
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+_OTHER_FLOAT8 = _FLOAT8 - {torch.float8_e4m3fn}
+_FP8_INPUTS = ("input_scale", "scale_input", "activation_scale", "comfy_quant")
 _READ_BY_TORCHAO = {"NVFP4Tensor", "MXTensor"}
 
 
@@ -61,6 +66,9 @@ _ROWS = (
         needs={"q_weight": _INT32, "q_scale": ()},
         also=("q_scale_max", "q_groups", "q_group_map", "q_invperm", "q_perm"),
     ),
+    _Row(dialect="qtip", needs={"trellis": (), "SU": ()}, also=("SV", "tlut", "rcp", "tp_rank", "scale", "Wscale")),
+    _Row(dialect="qtip", needs={"trellis": (), "tlut": ()}, also=("td_product", "scale")),
+    _Row(dialect="quip#", needs={"Qidxs": (), "SU": ()}, also=("SV", "Wscale", "codebook_id", "rescale_WH")),
     _Row(dialect="exl3", needs={"trellis": ()}, also=("suh", "svh", "su", "sv", "mcg", "mul1")),
     _Row(dialect="aqlm", needs={"codes": (), "codebooks": (), "scales": ()}),
     _Row(
@@ -77,29 +85,15 @@ _ROWS = (
         for codes in ("_data", "_data._data")
     ),
     *(_Row(dialect="sinq", needs={"W_q": (), meta: ()}, also=("bias",)) for meta in ("meta", "meta.scale")),
+    _Row(dialect="qqq", needs={"B": _INT32, "s_channel": ()}, also=("s_group", "workspace")),
+    _Row(dialect="marlin", needs={"B": _INT32, "s": FLOATS}, also=("workspace",)),
+    _Row(dialect="marlin-24", needs={"weight_packed": _INT32, "scale_packed": ()}, also=("meta", "weight_shape")),
+    _Row(
+        dialect="paroquant",
+        needs={"weight": {torch.uint8}, "theta": (), "pairs": ()},
+        also=("weight_scale", "channel_scales"),
+    ),
     _Row(dialect="openai-mxfp4", needs={"blocks": {torch.uint8}, "scales": _E8M0}),
-    _Row(
-        dialect="compressed-tensors-mxfp4",
-        needs={"weight_packed": {torch.uint8}, "weight_scale": _E8M0},
-        without=("weight_global_scale",),
-    ),
-    _Row(
-        dialect="modelopt-int4",
-        needs={"weight": {torch.uint8}, "weight_scale": FLOATS},
-        also=("weight_scale_2", "pre_quant_scale", "input_scale"),
-    ),
-    _Row(
-        dialect="modelopt-mxfp4",
-        needs={"weight": {torch.uint8}, "weight_scale": _E8M0},
-        without=("weight_scale_2",),
-        also=("input_scale",),
-    ),
-    _Row(dialect="deepseek-mxfp4", needs={"weight": {torch.int8, torch.uint8}, "scale": {torch.float8_e8m0fnu}}),
-    _Row(
-        dialect="gptqmodel-bitsandbytes",
-        needs={"weight": (), "weight_absmax": ()},
-        also=("weight_quant_map", "weight_nested_absmax", "weight_nested_quant_map", "weight_quant_state"),
-    ),
     _Row(
         dialect="int8",
         needs={"weight": _INT8, "weight_scale": FLOATS},
@@ -115,15 +109,14 @@ _ROWS = (
             *("activation_global_scaling_factor", "alpha"),
         ),
     ),
-    _Row(
-        dialect="fp8",
-        needs={"weight": _FLOAT8, "weight_scale": ()},
-        without=("weight_scale_2",),
-        also=("input_scale", "scale_input", "comfy_quant"),
+    *(
+        _Row(dialect="fp8", needs={"weight": _OTHER_FLOAT8, suffix: ()}, without=("weight_scale_2",), also=_FP8_INPUTS)
+        for suffix in FP8_SCALES
     ),
-    _Row(dialect="fp8", needs={"weight": _FLOAT8, "weight_scale_inv": ()}, also=("input_scale", "activation_scale")),
-    _Row(dialect="fp8", needs={"weight": _FLOAT8, "scale_weight": ()}, also=("scale_input",)),
-    _Row(dialect="fp8", needs={"weight": _FLOAT8, "scale": ()}),
+    *(
+        _Row(dialect="comfyui fp8", needs={"weight": _FLOAT8, "comfy_quant": (), suffix: ()}, also=_FP8_INPUTS)
+        for suffix in FP8_SCALES[:3]
+    ),
 )
 
 
@@ -137,6 +130,7 @@ class Recognised(Dialect):
         """Yield each layer of a known dialect that is not read, with the problem that says so."""
         seen: set[str] = set()
         for module, dialect, keys in (
+            *_look_alikes(catalogue),
             *_by_table(catalogue),
             *_by_metadata(catalogue),
             *_fused_experts(catalogue),
@@ -146,8 +140,9 @@ class Recognised(Dialect):
             seen.add(module)
             rule = "in a dialect that is read; this one is known, but nothing here reads it yet"
             problem = Problem("unsupported", module, rule, dialect)
+            named = dialect != MXINT4 or not may_be_mxfp4(catalogue)
             yield LayerSchema(
-                module=module, dialect=dialect, format="unknown", keys=keys, problems=(problem,), named=True
+                module=module, dialect=dialect, format="unknown", keys=keys, problems=(problem,), named=named
             )
 
     def validate(self, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
@@ -175,7 +170,8 @@ def _by_table(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]
             infos = [(catalogue.get(stem + suffix), dtypes) for suffix, dtypes in row.needs.items()]
             fits = all(info is not None and (not dtypes or info.dtype in dtypes) for info, dtypes in infos)
             is_other = any(stem + suffix in catalogue for suffix in row.without)
-            if fits and not is_other and _has_own_rows(row, stem, catalogue):
+            is_other |= row.dialect == "int8" and catalogue.quantization_config.get("quant_method") == "gemma"
+            if fits and not is_other:
                 found = [suffix for suffix in (*row.needs, *row.also) if stem + suffix in catalogue]
                 keys = {"qdata" if suffix == first else suffix: stem + suffix for suffix in found}
                 yield module, _name(row, catalogue), keys
@@ -188,12 +184,16 @@ def _name(row: _Row, catalogue: Catalogue) -> str:
     return str(method) if is_stated else row.dialect
 
 
-def _has_own_rows(row: _Row, stem: str, catalogue: Catalogue) -> bool:
-    """Return whether a ModelOpt INT4 layer packs two rows into a byte, unlike NVFP4 of a wrong dtype."""
-    if row.dialect != "modelopt-int4":
-        return True
-    codes, scale = catalogue.tensors[f"{stem}weight"], catalogue.tensors[f"{stem}weight_scale"]
-    return bool(codes.shape and scale.shape) and codes.shape[0] * 2 == scale.shape[0]
+def _look_alikes(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield what has the keys, dtypes and shapes of NVFP4 or MXFP4, and means something else."""
+    for module in catalogue.modules_with("weight_packed"):
+        keys = {"qdata": f"{module}.weight_packed", "scale": f"{module}.weight_scale"}
+        if is_e5m3(module, catalogue):
+            yield module, "nvfp4-e5m3", keys
+        elif may_be_mxint4(catalogue) and blocks_of(catalogue, *keys.values()) == MX_BLOCK:
+            codes, scale = (catalogue.tensors[key] for key in keys.values())
+            if codes.dtype == torch.uint8 and scale.dtype in _E8M0 and f"{module}.weight_global_scale" not in catalogue:
+                yield module, MXINT4, keys
 
 
 def _by_metadata(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
