@@ -19,6 +19,7 @@ NAMES = [
     *("mlx-affine-g32-bf16", "mlx-affine-g64", "mlx-autoround-g64", "mlx-mixed-bits", "mlx-mxfp4", "mlx-no-config"),
     *("mlx-nvfp4", "mlx-shapes", "autoround-mlx-g64"),
     *("hqq-axis0-g64", "hqq-axis1-crossing", "hqq-axis1-g64", "hqq-channel", "hqq-mixed-bits", "hqq-view-as-float"),
+    *("torchao-int4-fp8-act", "torchao-int4-plain"),
 ]
 
 

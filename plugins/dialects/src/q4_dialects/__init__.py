@@ -26,6 +26,7 @@ from q4_dialects.torchao import (
     TorchaoNvfp4Linear,
     TorchaoNvfp4Swizzled,
 )
+from q4_dialects.torchao_int4 import TorchaoInt4, TorchaoInt4TilePacked
 from q4core import hookimpl
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def q4_dialects() -> list[Dialect]:
         ModelOptMxfp4(),
         ModelOptNvfp4(),
         QuarkMxfp4(),
+        TorchaoInt4(),
+        TorchaoInt4TilePacked(),
         TorchaoMxfp4Linear(),
         TorchaoMxfp4Swizzled(),
         TorchaoNvfp4Linear(),

@@ -313,6 +313,7 @@ def _facts(stem: str, catalogue: Catalogue) -> tuple[_Facts | None, list[Problem
     rows, columns = sizes.tolist()
     packing = _text(catalogue, f"{stem}packing") or _PACKINGS.get(numbers["nbits"] or 0, "")
     dtype_name = _text(catalogue, f"{stem}compute_dtype")
+    view = _text(catalogue, f"{stem}unpack_view_dtype")
     known = {str(dtype): dtype for dtype in FLOATS}
     group, axis = numbers["group_size"] or 0, numbers["axis"]
     whole = group > 0 and rows > 0 and columns > 0 and rows * columns % group == 0
@@ -327,6 +328,7 @@ def _facts(stem: str, catalogue: Catalogue) -> tuple[_Facts | None, list[Problem
             ("packing", f"one of {', '.join(_FOLDS)}", packing, packing in _FOLDS),
             ("group_size", f"a divisor of N * K = {rows * columns}", group, whole),
             ("axis", "0 or 1", axis, axis in {0, 1}),
+            ("unpack_view_dtype", "that of the packing", view, view in {None, _view(packing)}),
             ("compute_dtype", f"one of {', '.join(known)}", dtype_name, dtype_name is None or dtype_name in known),
         )
         if not is_met
@@ -344,6 +346,10 @@ def _facts(stem: str, catalogue: Catalogue) -> tuple[_Facts | None, list[Problem
         flags=tuple((name, flag) for name, flag in flags.items() if flag not in {None, _FLAGS[name]}),
     )
     return facts, []
+
+
+def _view(packing: str) -> str | None:
+    return str(_FOLDS[packing].dtype) if packing in _FOLDS else None
 
 
 def _unfolded(words: torch.Tensor, fold: _Fold, rows: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ _E8M0 = frozenset({torch.uint8, torch.float8_e8m0fnu})
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 _OTHER_FLOAT8 = _FLOAT8 - {torch.float8_e4m3fn}
 _FP8_INPUTS = ("input_scale", "scale_input", "activation_scale", "comfy_quant")
-_READ_BY_TORCHAO = {"NVFP4Tensor", "MXTensor"}
+_READ_BY_TORCHAO = {"NVFP4Tensor", "MXTensor", "Int4Tensor", "Int4TilePackedTo4dTensor"}
 
 
 @attrs.frozen(kw_only=True)

@@ -39,6 +39,7 @@ from q4_dialects.torchao_entries import (
     entry_of,
     entry_problems,
     is_read,
+    merged_entries,
     owned_keys,
     prefix_of,
 )
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
     from q4core import WeightSpec
 
 __all__ = ["TorchaoMxfp4Linear", "TorchaoMxfp4Swizzled", "TorchaoNvfp4Linear", "TorchaoNvfp4Swizzled"]
-
-_NAMES = "tensor_names"
 
 
 class _Torchao(Dialect):
@@ -282,10 +281,7 @@ class _Torchao(Dialect):
 
     def merge_metadata(self, layers: Mapping[str, WrittenLayer], dense: Iterable[str]) -> dict[str, str]:
         """Return the entries of layers and of plain tensors, and the list of their names."""
-        plain = [name for name in dense if "." in name]
-        merged = super().merge_metadata(layers, plain)
-        merged.update(dict.fromkeys(plain, json.dumps({"_type": "Tensor"})))
-        return {**merged, _NAMES: json.dumps(list(merged))}
+        return merged_entries(super().merge_metadata(layers, ()), dense)
 
     def approximate(self, weight: PackedWeight) -> PackedWeight:
         """Round the reciprocal of a global scale that divides."""

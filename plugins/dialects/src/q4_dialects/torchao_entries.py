@@ -16,11 +16,22 @@ from q4_dialects.experts import has_experts
 from q4core import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from q4core import Catalogue
 
-__all__ = ["DTYPES", "FP4", "REQUIRED", "ROLES", "entry_of", "entry_problems", "is_read", "owned_keys", "prefix_of"]
+__all__ = [
+    "DTYPES",
+    "FP4",
+    "REQUIRED",
+    "ROLES",
+    "entry_of",
+    "entry_problems",
+    "is_read",
+    "merged_entries",
+    "owned_keys",
+    "prefix_of",
+]
 
 ROLES = {
     "qdata": "qdata",
@@ -55,6 +66,12 @@ def is_read(name: str, catalogue: Catalogue) -> bool:
     """Return whether a parameter that the metadata names is one that is read: a ``weight``, or experts by any name."""
     module, _, parameter = name.rpartition(".")
     return bool(module) and (parameter == "weight" or has_experts(catalogue, f"{prefix_of(name)}qdata"))
+
+
+def merged_entries(entries: Mapping[str, str], dense: Iterable[str]) -> dict[str, str]:
+    """Return the metadata of a file: entries of layers, those of plain tensors, and the list of all their names."""
+    merged = {**entries, **dict.fromkeys((name for name in dense if "." in name), json.dumps({"_type": "Tensor"}))}
+    return {**merged, "tensor_names": json.dumps(list(merged))}
 
 
 def owned_keys(catalogue: Catalogue) -> dict[str, list[str]]:
