@@ -24,6 +24,8 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
 }
 _MAX_JSON_BYTES = 200_000_000
+_SIDECARS = {"hf_quant_config.json": "", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""A quantiser's own file → the method that it speaks of; ModelOpt's names the method itself."""
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -138,17 +140,21 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the folder's ``config.json``, or {}.
 
-    Where it says nothing of quantisation, ModelOpt's ``hf_quant_config.json`` speaks for it.
+    Where it says nothing of quantisation, a file of the quantiser's own speaks for it: ModelOpt's
+    ``hf_quant_config.json``, AutoGPTQ's ``quantize_config.json`` or AutoAWQ's ``quant_config.json``.
 
     Raises:
         CheckpointError: One of the files is malformed.
     """
-    path, sidecar = folder / "config.json", folder / "hf_quant_config.json"
+    path = folder / "config.json"
     config = read_object(path, "config.json") if is_there(path) else {}
-    if "quantization_config" not in config and is_there(sidecar):
-        found = read_object(sidecar, "hf_quant_config.json")
+    sidecar = next((name for name in _SIDECARS if is_there(folder / name)), None)
+    if "quantization_config" in config or sidecar is None:
+        return config
+    found = read_object(folder / sidecar, sidecar)
+    method: Any = _SIDECARS[sidecar]
+    if not method:
         inner, producer = found.get("quantization"), found.get("producer")
-        name = producer.get("name") if isinstance(producer, dict) else None
-        if isinstance(inner, dict) and isinstance(name, str):
-            config["quantization_config"] = {"quant_method": name, **inner}
-    return config
+        method = producer.get("name") if isinstance(producer, dict) else None
+        found = inner if isinstance(inner, dict) and isinstance(method, str) else {}
+    return {**config, "quantization_config": {"quant_method": method, **found}} if found else config

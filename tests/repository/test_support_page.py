@@ -43,7 +43,7 @@ def test_every_backend_has_its_formats_and_devices() -> None:
         assert set(rows[name][2].lower().split(", ")) == manifest.devices
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize("name", ["exl3", "aqlm", "vptq"])
 def test_what_is_refused_by_name_has_no_reader(name: str) -> None:
     """A dialect that the page calls refused is none that can be read."""
     assert name.upper() in SUPPORT

@@ -19,16 +19,11 @@ def _of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 INT32, U8, F16, F8 = torch.int32, torch.uint8, torch.float16, torch.float8_e4m3fn
 LAYERS: dict[str, dict[str, torch.Tensor]] = {
-    "gptq": {
-        "proj.qweight": _of(INT32, 8, 16),
-        "proj.qzeros": _of(INT32, 1, 2),
-        "proj.scales": _of(F16, 1, 16),
-        "proj.g_idx": _of(INT32, 64),
-    },
-    "awq": {
-        "proj.qweight": _of(INT32, 64, 2),
-        "proj.qzeros": _of(INT32, 1, 2),
-        "proj.scales": _of(F16, 1, 16),
+    "marlin": {"proj.qweight": _of(INT32, 4, 128), "proj.scales": _of(F16, 1, 64)},
+    "awq-gemv-fast": {
+        "proj.qweight": _of(torch.int16, 16, 64),
+        "proj.qzeros": _of(F16, 8, 64),
+        "proj.scales": _of(F16, 8, 64),
     },
     "openai-mxfp4": {"proj.blocks": _of(U8, 2, 16, 2, 16), "proj.scales": _of(U8, 2, 16, 2)},
     "bitsandbytes-int8": {"proj.weight": _of(torch.int8, 16, 64), "proj.SCB": _of(torch.float32, 16)},
@@ -67,11 +62,11 @@ def test_plain_tensors_are_left_alone(tensors: dict[str, torch.Tensor]) -> None:
     assert q4.detect(tensors) is None
 
 
-@pytest.mark.parametrize("name", ["gptq", "recognised-only"])
+@pytest.mark.parametrize("name", ["marlin", "recognised-only"])
 def test_only_readable_dialects_can_be_asked_for(name: str) -> None:
     """What is merely recognised is no choice, and is in no list of choices."""
     with pytest.raises(q4.DialectError) as caught:
-        q4.detect(LAYERS["gptq"], dialect=name)
+        q4.detect(LAYERS["marlin"], dialect=name)
     assert "recognised-only" not in str(caught.value.rule)
     assert "bitsandbytes" in str(caught.value.rule)
 
@@ -81,15 +76,15 @@ def test_checkpoint_says_why_when_such_a_layer_is_asked_for(tmp_path: Path) -> N
     path = tmp_path / "x.safetensors"
     weight = q4.quantize(torch.randn(16, 64), "nf4")
     q4.save_checkpoint(path, {"other": weight}, dialect="bitsandbytes")
-    dense = {**q4.open(path).dense, **LAYERS["gptq"]}
-    with pytest.raises(q4.CheckpointError, match="gptq"):
+    dense = {**q4.open(path).dense, **LAYERS["marlin"]}
+    with pytest.raises(q4.CheckpointError, match="marlin"):
         q4.save_checkpoint(path, {"other": weight}, dialect="bitsandbytes", dense=dense)
     import safetensors.torch  # noqa: PLC0415  # files that q4core itself refuses to write
 
-    safetensors.torch.save_file({**safetensors.torch.load_file(path), **LAYERS["gptq"]}, path)
+    safetensors.torch.save_file({**safetensors.torch.load_file(path), **LAYERS["marlin"]}, path)
     checkpoint = q4.open(path)
     assert list(checkpoint) == ["other"]
     assert "proj" not in checkpoint
     with pytest.raises(q4.CheckpointError) as caught:
         checkpoint["proj"]
-    assert (caught.value.name, caught.value.value, caught.value.where) == ("proj", "gptq", str(path))
+    assert (caught.value.name, caught.value.value, caught.value.where) == ("proj", "marlin", str(path))

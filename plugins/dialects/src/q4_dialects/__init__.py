@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from q4_dialects.awq import Awq, AwqGemv
 from q4_dialects.bitsandbytes import BitsAndBytes
 from q4_dialects.comfyui import ComfyUiNvfp4
 from q4_dialects.compressed_tensors import CompressedTensorsNvfp4
@@ -13,6 +14,7 @@ from q4_dialects.deepseek_mxfp4 import DeepSeekMxfp4
 from q4_dialects.fp8 import Fp8
 from q4_dialects.gemma import Gemma
 from q4_dialects.gpt_oss import GptOssMxfp4
+from q4_dialects.gptq import Gptq, GptqV2
 from q4_dialects.gptqmodel_bitsandbytes import GptqModelBitsAndBytes
 from q4_dialects.hqq import Hqq
 from q4_dialects.mlx import Mlx
@@ -39,6 +41,8 @@ __all__ = ["q4_dialects"]
 def q4_dialects() -> list[Dialect]:
     """Return the dialects."""
     return [
+        Awq(),
+        AwqGemv(),
         BitsAndBytes(),
         ComfyUiNvfp4(),
         CompressedTensorsInt4(),
@@ -49,6 +53,8 @@ def q4_dialects() -> list[Dialect]:
         Fp8(),
         Gemma(),
         GptOssMxfp4(),
+        Gptq(),
+        GptqV2(),
         GptqModelBitsAndBytes(),
         Hqq(),
         Mlx(),

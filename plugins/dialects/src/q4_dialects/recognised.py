@@ -14,6 +14,7 @@ from q4_dialects.fp8 import FP8_SCALES
 from q4_dialects.look_alikes import MXINT4, is_e5m3, may_be_mxfp4, may_be_mxint4
 from q4_dialects.modelopt_experts import FUSED, nvfp4_experts
 from q4_dialects.mx_rows import MX_BLOCK, blocks_of
+from q4_dialects.qweight_layouts import refused_layers
 from q4_dialects.torchao_entries import entry_of, is_read
 from q4core import Catalogue, Dialect, DialectError, LayerSchema, PackedWeight, Problem
 from q4core.plugin_api import FLOATS
@@ -50,8 +51,6 @@ class _Row:
 _INT32 = frozenset({torch.int32, torch.uint32})
 _INT8 = frozenset({torch.int8})
 _ROWS = (
-    _Row(dialect="gptq", needs={"qweight": _INT32, "scales": (), "g_idx": ()}, also=("qzeros",)),
-    _Row(dialect="awq", needs={"qweight": (), "scales": ()}, without=("g_idx",), also=("qzeros",)),
     _Row(
         dialect="svdquant",
         needs={"qweight": _INT8, "wscales": ()},
@@ -132,6 +131,7 @@ class Recognised(Dialect):
         for module, dialect, keys in (
             *_look_alikes(catalogue),
             *_by_table(catalogue),
+            *refused_layers(catalogue),
             *_by_metadata(catalogue),
             *_fused_experts(catalogue),
         ):
@@ -174,14 +174,7 @@ def _by_table(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]
             if fits and not is_other:
                 found = [suffix for suffix in (*row.needs, *row.also) if stem + suffix in catalogue]
                 keys = {"qdata" if suffix == first else suffix: stem + suffix for suffix in found}
-                yield module, _name(row, catalogue), keys
-
-
-def _name(row: _Row, catalogue: Catalogue) -> str:
-    """Return a dialect's name; AutoRound writes the keys of GPTQ, AWQ and others, and GPTQ's may lack ``g_idx``."""
-    method = catalogue.quantization_config.get("quant_method")
-    is_stated = method == "auto-round" or (method == "gptq" and row.dialect == "awq")
-    return str(method) if is_stated else row.dialect
+                yield module, row.dialect, keys
 
 
 def _look_alikes(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
