@@ -20,17 +20,7 @@ MODELS = sorted(path.name for path in (GOLDEN / "models").iterdir())
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _is_served(case: dict[str, Any]) -> bool:
-    """Whether a dialect is there for the case; the others must be refused."""
-    return case["dialect"] in {"bitsandbytes", "simple-nf4", "simple-nvfp4", "torchao", "gpt-oss"} or (
-        (case["dialect"], case["format"])
-        in {("modelopt", "nvfp4"), ("compressed-tensors", "nvfp4"), ("compressed-tensors", "int4")}
-    )
-
-
 IN_SAFETENSORS = [name for name, case in MANIFEST.items() if case["dialect"] != "gguf"]
-SERVED = [name for name in IN_SAFETENSORS if _is_served(MANIFEST[name])]
-REFUSED = [name for name in IN_SAFETENSORS if not _is_served(MANIFEST[name])]
 IN_GGUF = [name for name, case in MANIFEST.items() if case["format"] in {"q4_0", "q4_1", "q8_0"}]
 
 
@@ -57,7 +47,7 @@ def _stored(name: str, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return path, tensors
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", IN_SAFETENSORS)
 def test_stored_layer_has_its_librarys_bits(name: str, tmp_path: Path) -> None:
     """A stored layer is detected, and dequantises to every result that its own library gave, bit for bit."""
     case = MANIFEST[name]
@@ -72,7 +62,7 @@ def test_stored_layer_has_its_librarys_bits(name: str, tmp_path: Path) -> None:
         assert weight.dtype == getattr(torch, case["dtype"])
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", IN_SAFETENSORS)
 def test_writing_a_layer_again_changes_no_byte(name: str, tmp_path: Path) -> None:
     """What was read is written again in the same dialect with the same keys, dtypes, shapes and bytes."""
     path, tensors = _stored(name, tmp_path)
@@ -89,17 +79,6 @@ def test_writing_a_layer_again_changes_no_byte(name: str, tmp_path: Path) -> Non
         entry = "proj.weight"
         if entry in (before.metadata() or {}):
             assert json.loads(after.metadata()[entry]) == json.loads(before.metadata()[entry])
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_dialect_that_nobody_reads_is_not_guessed(name: str, tmp_path: Path) -> None:
-    """A layer of a dialect without a reader never comes back as a packed weight."""
-    path, _ = _stored(name, tmp_path)
-    try:
-        checkpoint = q4.open(path)
-    except q4.Q4Error:
-        return
-    assert "proj" not in checkpoint
 
 
 @pytest.mark.parametrize("name", IN_GGUF)
