@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from mutants import judge_mutant
 
 import q4core as q4
 from q4_dialects.hqq import Hqq
@@ -241,3 +242,12 @@ def test_config_has_an_entry_for_each_layout() -> None:
     assert (params["group_size"], params["axis"], entry["skip_modules"]) == (32, 1, ["lm_head"])
     entry = DIALECT.quantization_config({"a": specs[0], "b": specs[1]}, ())
     assert entry["quant_config"]["b"]["weight_quant_params"]["group_size"] == 64
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("bits", [8, 4, 3])
+def test_mutants_are_read_or_have_problems(bits: int, axis: int) -> None:
+    """Whatever is wrong with tensors, no error is untyped."""
+    tensors, _ = _layer(16, 96, 48, bits=bits, axis=axis)
+    for seed in range(200):
+        judge_mutant(tensors, seed)

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from mutants import judge_mutant
 
 import q4core as q4
 from q4_dialects.mlx import Mlx
@@ -220,6 +221,25 @@ def test_config_that_contradicts_is_named(facts: dict[str, Any], key: str) -> No
     assert key in {name for _, name in _problems(tensors, config=config)}
 
 
+JUNK: list[Any] = [None, [], {}, "x", 3, -1, 2**70, True, 0.5, [4], {"bits": []}]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=repr)
+@pytest.mark.parametrize(
+    "fact", ["bits", "group_size", "mode", "proj", "quant_method", "packing_format", "extra_config"]
+)
+def test_config_of_any_content_is_no_crash(fact: str, junk: object) -> None:
+    """Whatever an entry holds, a layer is found, and what is wrong with it is a problem."""
+    tensors, _ = _affine(16, 192)
+    for name, more in (("quantization", {}), ("quantization_config", {}), ("quantization_config", AUTO_ROUND)):
+        schema = q4.detect(tensors, config={name: {"bits": 4, "group_size": 64, **more, fact: junk}})
+        assert schema is not None
+        assert "proj" in schema.layers
+    for config in ({"quantization": junk}, {"quantization_config": junk}, {"text_config": junk}):
+        assert q4.detect(tensors, config=config) is not None
+
+
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "mlx"}
 DAMAGE: dict[str, Any] = {
     "gone": lambda _: None,
     "cut": lambda tensor: tensor[:, :-1],
@@ -324,3 +344,11 @@ def test_a_folder_with_a_file_and_its_index_is_one_checkpoint(tmp_path: Path) ->
     with pytest.raises(q4.CheckpointError) as caught:
         q4.open(tmp_path)
     assert caught.value.name == "folder"
+
+
+@pytest.mark.parametrize("bits", [0, 3, 4, 8])
+def test_mutants_are_read_or_have_problems(bits: int) -> None:
+    """Whatever is wrong with tensors, no error is untyped; 0 stands for MXFP4."""
+    tensors = _affine(16, 192, bits)[0] if bits else _bytes_scaled("mxfp4", 8, 64)[0]
+    for seed in range(300):
+        judge_mutant(tensors, seed, config=_config(bits) if bits and seed % 2 else None)

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from mutants import judge_mutant
 
 import q4core as q4
 from q4_dialects.torchao_int4 import TorchaoInt4, TorchaoInt4TilePacked
@@ -269,3 +270,11 @@ def test_a_file_is_written_with_metadata_and_config(tmp_path: Path) -> None:
         assert torch.equal(q4.dequantize(opened["proj"], torch.float32), value)
     entry = json.loads((path / "config.json").read_text())["quantization_config"]["quant_type"]["default"]
     assert (entry["_type"], entry["_data"]["group_size"]) == ("Int4WeightOnlyConfig", 32)
+
+
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_mutants_are_read_or_have_problems(is_tiled: bool) -> None:
+    """Whatever is wrong with tensors, no error is untyped."""
+    tensors, metadata, _ = _tiled(9, 96, 32) if is_tiled else _plain(kind="scaled")
+    for seed in range(400):
+        judge_mutant(tensors, seed, metadata=metadata if is_tiled or seed % 2 else None)

@@ -262,7 +262,7 @@ def _config(catalogue: Catalogue) -> Mapping[str, Any] | None:
         return found
     found = catalogue.quantization_config
     method, packing = found.get("quant_method"), found.get("packing_format")
-    is_own = method in {"mlx", "metal"} or (method == "auto-round" and packing in {"mlx", "auto_round:mlx"})
+    is_own = method in ("mlx", "metal") or (method == "auto-round" and packing in ("mlx", "auto_round:mlx"))
     is_bare = method is None and {"bits", "group_size"} <= set(found)
     return found if is_own or is_bare else None
 

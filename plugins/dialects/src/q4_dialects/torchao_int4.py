@@ -271,7 +271,7 @@ class TorchaoInt4(_Int4):
             return None, None, [] if facts is None else [*_entry_problems(name, facts, None, None)]
         *experts, rows, width = codes.shape
         groups = scale.shape[-2] if scale is not None and len(scale.shape) == len(codes.shape) else 0
-        group = 2 * width // groups if groups and 2 * width % groups == 0 else None
+        group = 2 * width // groups if groups and width and 2 * width % groups == 0 else None
         wrong = [] if facts is None else [*_entry_problems(name, facts, (*experts, rows, 2 * width), group)]
         return (rows, 2 * width), group, wrong
 
