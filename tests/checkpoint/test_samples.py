@@ -1,0 +1,74 @@
+"""Every checkpoint among the samples: each module has its owner's values, or is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import q4core as q4
+
+if TYPE_CHECKING:
+    from q4core import Checkpoint
+
+pytestmark = pytest.mark.samples
+FOLDER = Path(os.environ.get("Q4_SAMPLES", "no samples"))
+SAMPLES = sorted(path.parent.name for path in FOLDER.glob("*/meta.json"))
+REFUSED = {"autoround-mxint4": "MXINT4", "awq-gemv-fast": "GEMV_FAST"}
+"""Samples that are refused → what the message calls them."""
+LAST_BIT = {"gguf-nvfp4-scaled"}
+"""Whose owner rounds code times scale before it multiplies by the global scale; its meta.json says so."""
+
+
+def _path(name: str, meta: dict[str, Any]) -> Path:
+    return FOLDER / name / meta.get("open", "checkpoint")
+
+
+def _values(checkpoint: Checkpoint, module: str, shape: list[int]) -> torch.Tensor:
+    """Return the float32 values of a module, of the experts of one, or of a layer that is read as dense."""
+    if len(shape) == 3:
+        return torch.stack([q4.dequantize(checkpoint[f"{module}.{index}"], torch.float32) for index in range(shape[0])])
+    if module in checkpoint:
+        return q4.dequantize(checkpoint[module], torch.float32)
+    return checkpoint.dense[f"{module}.weight"].to(torch.float32)
+
+
+def _is_exact(values: torch.Tensor, sha256: str) -> bool:
+    """Whether the numbers have the hash; the sign of a zero is no promise of the samples."""
+    given = values.numpy().astype("<f4")
+    return sha256 in {hashlib.sha256(item.tobytes()).hexdigest() for item in (given, given + np.float32(0))}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_each_module_has_its_owners_values(name: str) -> None:
+    """Each packed module has the hash of its owner's values; one that is read as dense is the owner's, rounded once."""
+    meta = json.loads((FOLDER / name / "meta.json").read_text(encoding="utf-8"))
+    if name in REFUSED:
+        with pytest.raises(q4.SchemaError) as caught:
+            q4.open(_path(name, meta))
+        assert REFUSED[name].lower() in str(caught.value).lower()
+        return
+    expected = np.load(FOLDER / name / "expected.npz")
+    with q4.open(_path(name, meta)) as checkpoint:
+        for module, facts in meta["modules"].items():
+            values = _values(checkpoint, module, facts["shape"])
+            if name in LAST_BIT:
+                torch.testing.assert_close(values, torch.from_numpy(expected[module]), rtol=2**-23, atol=0)
+            elif f"{module}.weight" in checkpoint.dense:
+                if module in expected:
+                    owners = torch.from_numpy(expected[module])
+                    assert torch.equal(values, owners.to(torch.bfloat16).to(torch.float32)), module
+            else:
+                assert _is_exact(values, facts["sha256"]), module
+
+
+def test_all_samples_are_there() -> None:
+    """The folder has the 74 samples with the 423 modules that its page lists."""
+    modules = [json.loads((FOLDER / name / "meta.json").read_text(encoding="utf-8"))["modules"] for name in SAMPLES]
+    assert (len(SAMPLES), sum(map(len, modules))) == (74, 423)
