@@ -137,7 +137,7 @@ def test_unknown_family(tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", "deepseek2")
     with (
         q4.Session(EXACT) as session,
-        pytest.raises(q4.CheckpointError, match="one of gemma2, gemma3, gpt-oss"),
+        pytest.raises(q4.CheckpointError, match="one of bert, gemma2, gemma3, gpt-oss"),
     ):
         load_model(tmp_path / "model.gguf", session)
 

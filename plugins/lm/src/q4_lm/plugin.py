@@ -19,8 +19,9 @@ __all__ = ["q4_architectures", "q4_commands", "q4_layers"]
 def q4_architectures() -> list[Architecture]:
     """Return the architectures of GGUF files."""
     from q4_lm.models.gguf import ARCHITECTURES  # noqa: PLC0415  # not before it is needed
+    from q4_lm.models.gguf_bert import BERT  # noqa: PLC0415  # as above
 
-    return [*ARCHITECTURES]
+    return [*ARCHITECTURES, BERT]
 
 
 @hookimpl

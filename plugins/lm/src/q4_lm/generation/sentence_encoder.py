@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from tokenizers import normalizers
 
 import q4core as q4
-from q4_lm.generation.sentence_modules import SentenceModules, read_modules
+from q4_lm.generation.sentence_modules import SentenceModules, modules_of_file, read_modules
+from q4_lm.models.architecture import build_model, find_architecture
+from q4_lm.models.gguf_bert import read_pooling
+from q4_lm.models.metadata import Metadata
 from q4_lm.models.transformer import TransformerEncoder
 from q4_lm.prepared.opening import CachedModel, open_folder, opening
 from q4_lm.tokenizers.hf_tokenizer import read_engine
 from q4_lm.tokenizers.tokenizer import Tokenizer
+from q4_lm.tokenizers.vocabulary import Vocabulary, read_vocabulary
 from q4core import InputError
 from q4core.plugin_api import closest_name
 
@@ -55,12 +60,12 @@ class SentenceEncoder:
         *,
         cache: str | os.PathLike[str] = "auto",
     ) -> SentenceEncoder:
-        """Open a Hugging Face directory of an encoder, or map what was prepared of it before.
+        """Open a Hugging Face directory or a GGUF file of an encoder, or map what was prepared of it before.
 
         Args:
             folder: With ``config.json``, ``tokenizer.json`` and safetensors files. Where ``modules.json`` is there, its
                 parts make the vectors: a Transformer, a Pooling, then Dense and Normalize. Without it, ``1_Pooling``
-                or the mean does, and vectors have length one.
+                or the mean does, and vectors have length one. Or a GGUF file of BERT, which says the pooling.
             config: What to ask for; unset fields ask the context, the environment and the default.
             cache: As ``LanguageModel.open`` takes it.
 
@@ -68,6 +73,8 @@ class SentenceEncoder:
             CheckpointError: A file is missing or malformed, the model is no encoder, or a part is not computed here.
             ConfigError: ``cache``, or the variables that it asks, are not legal.
         """
+        if Path(folder).is_file():
+            return cls._from_file(Path(folder), config, cache)
         modules = read_modules(Path(folder))
         folder = modules.encoder
         with opening(folder, config, cache) as (session, cached):
@@ -78,6 +85,31 @@ class SentenceEncoder:
             modules.head.to(encoder.device)
             limit = encoder.config.max_position_embeddings
             return cls(encoder, tokenizer, session, min(limit, modules.limit or limit), modules, cached)
+
+    @classmethod
+    def _from_file(cls, path: Path, config: q4.SessionConfig | None, cache: str | os.PathLike[str]) -> SentenceEncoder:
+        def restored(model: Any, extra: dict[str, Any], text: memoryview) -> tuple[Any, Tokenizer, str]:
+            words = bytes(text)
+            tokenizer = Tokenizer(lambda: Vocabulary(**json.loads(words)).engine(), **extra["tokenizer"])
+            return model, tokenizer, extra["pooling"]
+
+        with opening(path, config, cache) as (session, cached):
+            found = None if cached is None else cached.open(restored)
+            if found is None:
+                with q4.open(path) as checkpoint:
+                    metadata = Metadata(checkpoint.metadata, str(path))
+                    if (name := find_architecture(metadata).name) != "bert":
+                        hint = "LanguageModel.open reads decoders."
+                        metadata.fail("general.architecture", "'bert', an encoder", name, hint)
+                    pooling, vocabulary = read_pooling(metadata), read_vocabulary(metadata)
+                    found = build_model(checkpoint, session, metadata), vocabulary.build(), pooling
+                if cached is not None:
+                    text = json.dumps(attrs.asdict(vocabulary, recurse=False), ensure_ascii=False)
+                    cached.write(found[0], {"tokenizer": found[1].ends, "pooling": pooling}, text.encode())
+            encoder, tokenizer, pooling = found
+            modules = modules_of_file(path, pooling)
+            encoder = _checked(encoder, modules, str(path))
+            return cls(encoder, tokenizer, session, encoder.config.max_position_embeddings, modules, cached)
 
     def encode(self, sentences: Sequence[str], *, prompt: str | None = None, batch: int = 32) -> torch.Tensor:
         """Return one vector for each sentence: float32 [n, features], on the CPU.

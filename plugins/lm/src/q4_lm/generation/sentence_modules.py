@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-__all__ = ["SentenceModules", "read_modules"]
+__all__ = ["SentenceModules", "modules_of_file", "read_modules"]
 
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
@@ -133,6 +133,11 @@ def read_modules(folder: Path) -> SentenceModules:
         prompts=prompts,
         default_prompt=default_prompt,
     )
+
+
+def modules_of_file(path: Path, pooling: str) -> SentenceModules:
+    """Return the parts of a GGUF file: vectors have length one, as no part says otherwise."""
+    return SentenceModules(path, (pooling,), nn.Sequential(_Normalize()).eval(), None, False, {}, None)  # noqa: FBT003  # as the fields
 
 
 def _listed(index: Path) -> list[tuple[str, Path]]:

@@ -1,16 +1,15 @@
-"""Architectures: builders of decoders from model files; plugins add further ones by the hook ``q4_architectures``."""
+"""Architectures: builders of models from GGUF files; plugins add further ones by the hook ``q4_architectures``."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import attrs
-import torch
 
 from q4_lm.models.load import load_weights_
 from q4_lm.models.metadata import Metadata
-from q4_lm.models.transformer import TransformerDecoder
+from q4_lm.models.transformer import TransformerDecoder, empty_transformer
 from q4core import CheckpointError, default_registry
 from q4core import open as open_checkpoint
 from q4core.plugin_api import closest_name
@@ -20,9 +19,10 @@ if TYPE_CHECKING:
 
     from q4_lm.models.config import TransformerConfig
     from q4_lm.models.load import Names
+    from q4_lm.models.transformer import Transformer
     from q4core import Checkpoint, Session
 
-__all__ = ["Architecture", "architectures", "build_decoder", "config_from_gguf", "find_architecture"]
+__all__ = ["Architecture", "architectures", "build_decoder", "build_model", "config_from_gguf", "find_architecture"]
 
 
 def _nothing(*_: object) -> None:
@@ -31,11 +31,11 @@ def _nothing(*_: object) -> None:
 
 @attrs.frozen
 class Architecture:
-    """A builder of decoders from model files.
+    """A builder of decoders, or of encoders, from model files.
 
     Args:
         name: Value of ``general.architecture``.
-        config: The opened file and its metadata → the decoder's config.
+        config: The opened file and its metadata → the model's config.
         names: That config → what the file calls the parts.
         finish: Called with the filled decoder, the file and its metadata, for what is neither matrix nor norm.
     """
@@ -82,8 +82,8 @@ def config_from_gguf(path: str | os.PathLike[str]) -> TransformerConfig:
         return find_architecture(metadata).config(checkpoint, metadata)
 
 
-def build_decoder(checkpoint: Checkpoint, session: Session, metadata: Metadata) -> TransformerDecoder:
-    """Build the decoder that an opened file holds.
+def build_model(checkpoint: Checkpoint, session: Session, metadata: Metadata) -> Transformer:
+    """Build the decoder or encoder that an opened file holds.
 
     Args:
         checkpoint: The opened file.
@@ -97,8 +97,20 @@ def build_decoder(checkpoint: Checkpoint, session: Session, metadata: Metadata) 
     """
     architecture = find_architecture(metadata)
     config = architecture.config(checkpoint, metadata)
-    with torch.device("meta"):
-        decoder = TransformerDecoder(config)
-    load_weights_(decoder, checkpoint, session, architecture.names(config), metadata.where)
-    architecture.finish(decoder, checkpoint, metadata)
-    return decoder
+    model = empty_transformer(config)
+    load_weights_(model, checkpoint, session, architecture.names(config), metadata.where)
+    if isinstance(model, TransformerDecoder):
+        architecture.finish(model, checkpoint, metadata)
+    return model
+
+
+def build_decoder(checkpoint: Checkpoint, session: Session, metadata: Metadata) -> TransformerDecoder:
+    """Build the decoder that an opened file holds; arguments and errors are ``build_model``'s.
+
+    Raises:
+        CheckpointError: The file holds an encoder.
+    """
+    if not find_architecture(metadata).config(checkpoint, metadata).causal:
+        hint = "SentenceEncoder.open reads encoders."
+        metadata.fail("general.architecture", "a decoder's; an encoder gives no text", "bert", hint)
+    return cast("TransformerDecoder", build_model(checkpoint, session, metadata))

@@ -40,31 +40,42 @@ _OF_OSS = {"post_attention_norm": "pre_feedforward_layernorm"}
 _EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)(?:_exps)?(?:\.(\d+))?(\.weight|\.bias)?")
 """A matrix of an expert, by its number, or of all experts in one."""
 _WHOLE = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_OF_BERT = {
+    **{name: _PARTS[name] for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")},
+    "attn_output_norm": "post_attention_layernorm",
+    "layer_output_norm": "post_feedforward_layernorm",
+}
+_WHOLE_OF_BERT = {
+    "token_embd": "embed_tokens",
+    "position_embd": "embed_positions",
+    "token_types": "embed_types",
+    "token_embd_norm": "embed_norm",
+}
+_SINKS = _PARTS["attn_sinks"]
 
 
-def _ours(name: str, parts: dict[str, str], experts: int) -> str:
+def _ours(name: str, parts: dict[str, str], whole: dict[str, str], experts: int) -> str:
     """Return our name of a tensor or module of the file."""
     if experts and (found := _EXPERT.fullmatch(name)) is not None:
         layer, part, number, leaf = found.groups(default="")
         return f"layers.{layer}.mlp.experts.{number and number + '.'}{part}_proj{leaf}"
     if (found := re.fullmatch(r"blk\.(\d+)\.(.+?)(\.weight|\.bias)?", name)) is not None:
         part = parts.get(found[2], found[2])
-        return f"layers.{found[1]}.{part}{'' if part == parts['attn_sinks'] else found[3] or ''}"
+        return f"layers.{found[1]}.{part}{'' if part == _SINKS else found[3] or ''}"
     head, dot, leaf = name.partition(".")
-    return f"{_WHOLE.get(head, head)}{dot}{leaf}"
+    return f"{whole.get(head, head)}{dot}{leaf}"
 
 
-def _theirs(name: str, parts: dict[str, str]) -> str:
+def _theirs(name: str, parts: dict[str, str], whole: dict[str, str]) -> str:
     """Return what the file calls a tensor or module of ours."""
     if (found := re.fullmatch(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj(\.weight|\.bias)?", name)) is not None:
         return f"blk.{found[1]}.ffn_{found[3]}_exps{found[4] or ''}"
     back = {value: key for key, value in parts.items()}
     if (found := re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight|\.bias)?", name)) is not None:
-        leaf = ".weight" if found[2] == parts["attn_sinks"] else found[3] or ""
+        leaf = ".weight" if found[2] == _SINKS else found[3] or ""
         return f"blk.{found[1]}.{back.get(found[2], found[2])}{leaf}"
-    whole = {value: key for key, value in _WHOLE.items()}
     head, dot, leaf = name.partition(".")
-    return f"{whole.get(head, head)}{dot}{leaf}"
+    return f"{next((key for key, value in whole.items() if value == head), head)}{dot}{leaf}"
 
 
 def _fused(name: str, config: TransformerConfig) -> Mapping[str, int]:
@@ -78,12 +89,15 @@ def _fused(name: str, config: TransformerConfig) -> Mapping[str, int]:
 
 def names_of(config: TransformerConfig, kind: str) -> Names:
     """Return the names of a kind's files."""
+    if kind == "bert":
+        ours = functools.partial(_ours, parts=_OF_BERT, whole=_WHOLE_OF_BERT, experts=0)
+        return Names(ours, functools.partial(_theirs, parts=_OF_BERT, whole=_WHOLE_OF_BERT))
     parts = {**_PARTS, **{"phi3": _FUSED_PHI3, "gpt-oss": _OF_OSS}.get(kind, {})}
     if kind == "gpt-oss":
         del parts["ffn_norm"]
     return Names(
-        ours=functools.partial(_ours, parts=parts, experts=config.num_experts),
-        theirs=functools.partial(_theirs, parts=parts),
+        ours=functools.partial(_ours, parts=parts, whole=_WHOLE, experts=config.num_experts),
+        theirs=functools.partial(_theirs, parts=parts, whole=_WHOLE),
         fused=functools.partial(_fused, config=config),
         ignored={"llama": (FACTORS, SHORT, LONG), "phi3": (SHORT, LONG)}.get(kind, ()),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import q4core as q4
-from q4_lm.models.architecture import build_decoder
+from q4_lm.models.architecture import build_model
 from q4_lm.models.config import TransformerConfig
 from q4_lm.models.hf import build_from_hf
 from q4_lm.models.metadata import Metadata
@@ -65,7 +65,7 @@ def load_model(path: str | os.PathLike[str], session: q4.Session | None = None) 
     session = q4.default_session() if session is None else session
     if not Path(path).is_dir():
         with q4.open(path) as checkpoint:
-            return build_decoder(checkpoint, session, Metadata(checkpoint.metadata, str(path)))
+            return build_model(checkpoint, session, Metadata(checkpoint.metadata, str(path)))
     facts = read_json(Path(path) / "config.json")
     if facts.get("model_type") != KIND:
         return build_from_hf(Path(path), session)
