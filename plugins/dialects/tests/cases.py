@@ -153,7 +153,8 @@ def modelopt_mxfp4(seed: int, method: str = "modelopt") -> Layer:
         tensors["proj.input_scale"] = torch.tensor(0.25)
     config = _ct("modelopt", quant_algo="mxfp4") if method == "modelopt" and seed % 2 else {}
     config = _ct("quark") if method == "quark" else config
-    return Layer(dialect=f"{method}-mxfp4", tensors=tensors, value=value, config=config)
+    is_written = method == "modelopt"
+    return Layer(dialect=f"{method}-mxfp4", tensors=tensors, value=value, config=config, is_written=is_written)
 
 
 def deepseek_mxfp4(seed: int) -> Layer:

@@ -21,7 +21,7 @@ import torch
 
 from q4_dialects.compressed_tensors import CACHE_SCALES, config_entry, stated_formats, transform_problems
 from q4_dialects.look_alikes import is_e5m3, may_be_mxfp4, may_be_mxint4
-from q4_dialects.mx_rows import E8M0, MX_BLOCK, MxRows
+from q4_dialects.mx_rows import MX_BLOCK, MxRows, are_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,9 +52,10 @@ class CompressedTensorsMxfp4(MxRows):
             codes, scale = catalogue.get(f"{module}.weight_packed"), catalogue.get(f"{module}.weight_scale")
             if f"{module}.weight_global_scale" in catalogue or is_e5m3(module, catalogue):
                 continue
-            is_bytes = codes is not None and codes.dtype == torch.uint8
-            is_pair = is_bytes and scale is not None and scale.dtype in E8M0
-            is_part = is_only and (is_bytes or (codes is None and scale is not None and scale.dtype in E8M0))
+            if codes is not None and codes.dtype == torch.int32:  # words of another dialect
+                continue
+            is_pair = are_pair(catalogue, f"{module}.weight_packed", f"{module}.weight_scale")
+            is_part = is_only and (codes is None or scale is None)
             if is_pair or (is_part and f"{module}.weight" not in catalogue):
                 layer = self.layer(module, catalogue, named=named)
                 yield attrs.evolve(layer, problems=(*layer.problems, *transform_problems(module, catalogue)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from q4_dialects.mx_rows import MxRows
+from q4_dialects.mx_rows import MxRows, are_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,10 +35,10 @@ class DeepSeekMxfp4(MxRows):
     scale_dtype: ClassVar[torch.dtype] = torch.float8_e8m0fnu
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        """Yield each module with signed bytes next to scales of that dtype."""
+        """Yield each module with signed bytes next to scales of that dtype, or other integers."""
         named = catalogue.config.get("expert_dtype") == "fp4"
         for module in catalogue.modules_with("scale"):
-            codes, scale = catalogue.get(f"{module}.weight"), catalogue.get(f"{module}.scale")
-            is_scale = scale is not None and scale.dtype == torch.float8_e8m0fnu
-            if is_scale and codes is not None and codes.dtype == torch.int8:
+            codes = catalogue.get(f"{module}.weight")
+            is_byte = codes is not None and codes.dtype == torch.uint8  # another owner's
+            if not is_byte and are_pair(catalogue, f"{module}.weight", f"{module}.scale"):
                 yield self.layer(module, catalogue, named=named)

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from q4_dialects.compressed_tensors import CACHE_SCALES
 from q4_dialects.look_alikes import has_rotation
-from q4_dialects.mx_rows import E8M0, MX_BLOCK, MxRows
+from q4_dialects.mx_rows import E8M0, MxRows, are_pair
+from q4core import Dialect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from q4core import Catalogue, LayerSchema, WeightSpec
+    from q4core import Catalogue, LayerSchema, PackedWeight, WeightSpec, WrittenLayer
 
 __all__ = ["ModelOptMxfp4", "QuarkMxfp4"]
 
@@ -56,8 +55,8 @@ class ModelOptMxfp4(MxRows):
             is_other = has_rotation(module, catalogue) or any(f"{module}.{key}" in catalogue for key in others)
             if scale is None or is_other:
                 continue
-            is_bytes = codes is not None and codes.dtype == torch.uint8
-            if scale.dtype in E8M0 and (is_bytes or (codes is None and is_only)):
+            is_part = is_only and codes is None and scale.dtype in E8M0
+            if is_part or are_pair(catalogue, f"{module}.weight", f"{module}.weight_scale"):
                 yield self.layer(module, catalogue, named=method == self.method)
 
     def quantization_config(self, layers: Mapping[str, WeightSpec], unquantised: tuple[str, ...]) -> dict[str, Any]:
@@ -67,26 +66,16 @@ class ModelOptMxfp4(MxRows):
 
 
 class QuarkMxfp4(ModelOptMxfp4):
-    """MXFP4 as AMD Quark exports it; ``config.json`` must say so."""
+    """MXFP4 as AMD Quark exports it; ``config.json`` must say so. Written by none, as the keys alone are ModelOpt's."""
 
     name: ClassVar[str] = "quark-mxfp4"
     suffixes: ClassVar[Mapping[str, str]] = {"qdata": "weight", "scale": "weight_scale"}
     method: ClassVar[str] = _QUARK
 
-    def quantization_config(self, layers: Mapping[str, WeightSpec], unquantised: tuple[str, ...]) -> dict[str, Any]:
-        """Return Quark's entry, as far as readers look at it."""
-        del layers
-        weight = {
-            "dtype": "fp4",
-            "qscheme": "per_group",
-            "group_size": MX_BLOCK,
-            "ch_axis": -1,
-            "is_dynamic": False,
-            "scale_format": "e8m0",
-        }
-        return {
-            "quant_method": _QUARK,
-            "global_quant_config": {"weight": weight, "input_tensors": None, "output_tensors": None, "bias": None},
-            "layer_quant_config": {},
-            "exclude": list(unquantised),
-        }
+    def write(self, module: str, weight: PackedWeight) -> WrittenLayer:
+        """Refuse.
+
+        Raises:
+            DialectError: Always.
+        """
+        return Dialect.write(self, module, weight)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from q4core import Catalogue, PackedWeight
 
-__all__ = ["E8M0", "MX_BLOCK", "MxRows", "blocks_of"]
+__all__ = ["E8M0", "MX_BLOCK", "MxRows", "are_pair", "blocks_of"]
 
 MX_BLOCK = 32
 E8M0 = frozenset({torch.uint8, torch.float8_e8m0fnu})
@@ -33,6 +33,12 @@ def blocks_of(catalogue: Catalogue, codes: str, scale: str) -> int | None:
         return None
     columns, groups = one.shape[1] * 2, other.shape[1]
     return columns // groups if groups and one.shape[0] == other.shape[0] and columns % groups == 0 else None
+
+
+def are_pair(catalogue: Catalogue, codes: str, scale: str) -> bool:
+    """Return whether two tensors are integers, or powers of two; which of these is right, ``validate`` says."""
+    infos = catalogue.get(codes), catalogue.get(scale)
+    return all(info is not None and (info.dtype in E8M0 or not info.dtype.is_floating_point) for info in infos)
 
 
 class MxRows(Dialect):
