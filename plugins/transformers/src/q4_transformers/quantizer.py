@@ -135,7 +135,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         """Store what saving needs: the dialects, and the checkpoint's own entry of config.json."""
         self.dialects = checkpoint.schema.dialects
         folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-        is_stated = self.dialects and self.quantization_config.gguf is None
+        is_stated = self.dialects and self.quantization_config.gguf is None and not self._decoded  # saved as dense
         found = read_config(folder).get("quantization_config") if is_stated else None
         self.entry = self.quantization_config.stored = found if isinstance(found, dict) else None
 
