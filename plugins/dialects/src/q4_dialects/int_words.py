@@ -20,9 +20,11 @@ __all__ = [
     "unpack_along_rows",
 ]
 
-_INTERLEAVED = ((0, 2), (4, 6), (1, 3), (5, 7))
-"""AWQ's order: byte b of a word has these two of its eight columns, the first in the low nibble."""
-_PART = 1 << 22
+_LOW_COLUMNS, _HIGH_COLUMNS = (0, 4, 1, 5), (2, 6, 3, 7)
+"""AWQ's order: the columns in the low and in the high nibbles of the four bytes of a word."""
+_LOW, _HIGH = 0x0F0F0F0F, -0x0F0F0F10
+"""Masks of the low and the high nibbles of an int32."""
+_PART = 1 << 20
 """Codes that are handled at once."""
 
 
@@ -44,8 +46,8 @@ def columns_in_order(rows: torch.Tensor, order: torch.Tensor, packing: Packing) 
     result = torch.empty((len(rows), -(-count // packing.codes_per_byte)), dtype=torch.uint8, device=rows.device)
     step = max(1, _PART // count)
     for first in range(0, len(rows), step):
-        codes = unpack_codes(rows[first : first + step], packing)
-        result[first : first + step] = pack_codes(codes.index_select(1, order), packing)
+        codes = unpack_codes(rows[first : first + step], packing).T.contiguous()  # lines are picked 3 times as fast
+        result[first : first + step] = pack_codes(codes.index_select(0, order).T, packing)
     return result
 
 
@@ -64,34 +66,36 @@ def pack_along_rows(codes: torch.Tensor, dtype: torch.dtype, packing: Packing) -
 def rows_from_interleaved(words: torch.Tensor) -> torch.Tensor:
     """Return AWQ's int32 words [K, N / 8] as packed rows, uint8 [N, ceil(K / 2)], low nibble first."""
     count, width = words.shape
-    rows = torch.empty((width, 8, -(-count // 2)), dtype=torch.uint8, device=words.device)
-    step = max(2, _PART // (8 * width) * 2)
-    for start in range(0, count, step):
-        part = words[start : start + step]
-        if len(part) % 2:
-            part = torch.nn.functional.pad(part, (0, 0, 0, 1))
-        nibbles = _bytes(part).view(-1, 2, width, 4)
-        target = rows[:, :, start // 2 : start // 2 + len(nibbles)]
-        for byte, (low, high) in enumerate(_INTERLEAVED):
-            even, odd = nibbles[:, 0, :, byte], nibbles[:, 1, :, byte]
-            target[:, low] = ((even & 15) | (odd << 4)).T
-            target[:, high] = ((even >> 4) | (odd & 0xF0)).T
-    return rows.view(width * 8, -1)
+    half = -(-count // 2)
+    rows = torch.empty((width, 8, half), dtype=torch.uint8, device=words.device)
+    step = max(1, _PART // (8 * count))
+    for start in range(0, width, step):
+        part = torch.nn.functional.pad(words[:, start : start + step].T, (0, count % 2)).contiguous()
+        even, odd = part[:, 0::2], part[:, 1::2]
+        low = (even & _LOW) | ((odd & _LOW) << 4)
+        high = ((even >> 4) & _LOW) | (odd & _HIGH)
+        for columns, nibbles in ((_LOW_COLUMNS, low), (_HIGH_COLUMNS, high)):
+            four = nibbles.contiguous().view(torch.uint8).view(-1, half, 4)
+            for byte, column in enumerate(columns):
+                rows[start : start + step, column] = four[:, :, byte]
+    return rows.view(width * 8, half)
 
 
 def interleaved_from_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
     """Return the inverse of ``rows_from_interleaved``: rows of ``count`` codes as int32 words [K, N / 8]."""
     width, half = len(rows) // 8, rows.shape[1]
     eights = rows.reshape(width, 8, half)
-    words = torch.empty((half, 2, width, 4), dtype=torch.uint8, device=rows.device)
-    step = max(1, _PART // (8 * width))
-    for start in range(0, half, step):
-        part, target = eights[:, :, start : start + step], words[start : start + step]
-        for byte, (low, high) in enumerate(_INTERLEAVED):
-            first, second = part[:, low], part[:, high]
-            target[:, 0, :, byte] = ((first & 15) | (second << 4)).T
-            target[:, 1, :, byte] = ((first >> 4) | (second & 0xF0)).T
-    return words.view(torch.int32).view(2 * half, width)[:count].contiguous()
+    words = torch.empty((half, 2, width), dtype=torch.int32, device=rows.device)
+    step = max(1, _PART // (16 * half))
+    for start in range(0, width, step):
+        part = eights[start : start + step]
+        low, high = (
+            torch.stack([part[:, column] for column in columns], -1).view(torch.int32).squeeze(-1)
+            for columns in (_LOW_COLUMNS, _HIGH_COLUMNS)
+        )
+        words[:, 0, start : start + step] = ((low & _LOW) | ((high & _LOW) << 4)).T
+        words[:, 1, start : start + step] = (((low >> 4) & _LOW) | (high & _HIGH)).T
+    return words.view(2 * half, width)[:count].contiguous()
 
 
 def from_words_along_rows(words: torch.Tensor) -> torch.Tensor:
