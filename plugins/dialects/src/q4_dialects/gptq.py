@@ -296,7 +296,7 @@ class _Sizes:
             if (q is None or columns is None or q[0] == -(-columns * bits // self.word_bits))
             and (z is None or self.rows is None or z[1] == -(-self.rows * bits // own_bits))
         ]
-        self.bits: int = stated.bits if stated.bits in fitting else (*fitting, stated.bits or 4)[0]
+        self.bits: int = stated.bits if stated.bits in fitting else (*fitting, 4)[0]
         if columns is None and q is not None and q[0]:
             columns = q[0] * self.word_bits // self.bits
         self.columns = columns
@@ -320,8 +320,9 @@ def _zeros_by_value(catalogue: Catalogue, module: str) -> Zeros | None:
     words = catalogue.load_small(f"{module}.qzeros")
     if words is None or words.dtype not in PACK_DTYPES.values() or not words.numel():
         return None
-    low, high = (int(extreme) for extreme in torch.aminmax(words.reshape(-1).view(torch.uint8)))
-    return _MIDDLES.get(low) if low == high else None
+    low, high = (int(extreme) for extreme in torch.aminmax(words))
+    different = set(low.to_bytes(words.dtype.itemsize, "little", signed=True))
+    return _MIDDLES.get(different.pop()) if low == high and len(different) == 1 else None
 
 
 def _group_problems(key: str, order: torch.Tensor, groups: int, block: int) -> Iterator[Problem]:

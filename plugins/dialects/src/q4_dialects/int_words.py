@@ -106,4 +106,6 @@ def from_words_along_rows(words: torch.Tensor) -> torch.Tensor:
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
     """Return words [R, W] as uint8 [R, W * itemsize]; a size of 1 may have any stride, which a view refuses."""
-    return words.contiguous().reshape(-1).view(torch.uint8).view(len(words), -1)
+    flat = words.contiguous().reshape(-1)
+    flat = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).view(len(words), -1)
