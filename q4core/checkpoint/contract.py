@@ -50,7 +50,10 @@ class SaveRequest:
 
 @runtime_checkable
 class CheckpointSource(Protocol):
-    """One open file, or several that belong together. Opening reads headers and small side tensors only."""
+    """One open file, or several that belong together. Opening reads headers and small side tensors only.
+
+    Where ``read`` computes codes, a source may have ``peek(module)``: the same facts, over codes of any one row.
+    """
 
     @property
     def path(self) -> Path:
