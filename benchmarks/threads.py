@@ -41,12 +41,14 @@ QUIET = 0.2
 
 class _Matrix(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "block")),
-        *((name, ctypes.c_int32) for name in ("bits", "scale_type", "second", "second_type")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "super_blocks")),
+        *((name, ctypes.c_int32) for name in ("bits", "scale_type", "second", "second_type", "is_unsigned")),
         ("codebook", ctypes.c_float * 16),
         ("level", ctypes.c_uint8 * 16),
         ("center", ctypes.c_float),
         ("step", ctypes.c_float),
+        ("word", ctypes.c_int16 * 16),
+        ("word_step", ctypes.c_float),
     )
 
 
@@ -62,6 +64,10 @@ class _Source(ctypes.Structure):
         ("second", ctypes.c_void_p),
         ("second_row", ctypes.c_int64),
         ("second_block", ctypes.c_int64),
+        ("super_scale", ctypes.c_void_p),
+        ("super_second", ctypes.c_void_p),
+        ("super_scale_step", ctypes.c_int64),
+        ("super_second_step", ctypes.c_int64),
     )
 
 
@@ -81,6 +87,7 @@ class _Call(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("family", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("outlier_rows", ctypes.c_void_p),
     )
 
 
@@ -102,7 +109,9 @@ class _Layer:
 
     def __init__(self, library: Any, rows: int, columns: int) -> None:
         levels = range(16)
-        self.matrix = _Matrix(rows, columns, 32, 4, 0, 0, 0, tuple(q - 8.0 for q in levels), tuple(levels), 8.0, 1.0)
+        self.matrix = _Matrix(
+            rows, columns, 32, 0, 4, 0, 0, 0, 0, tuple(q - 8.0 for q in levels), tuple(levels), 8.0, 1.0
+        )
         library.q4_cpu_prepared_bytes.restype = ctypes.c_int64
         size = library.q4_cpu_prepared_bytes(ctypes.byref(self.matrix))
         codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)

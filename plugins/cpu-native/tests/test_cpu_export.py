@@ -57,18 +57,38 @@ def test_every_kind_comes_back(format_: str, options: dict[str, Any], packing: P
     _assert_same(_layer(weight).packed_weight(), weight)
 
 
-@pytest.mark.parametrize(("format_", "packing"), [("q4_0", 32), ("q4_1", 32), ("q4_1", 64), ("q8_0", None)])
+@pytest.mark.parametrize("columns", [256, 176])
+@pytest.mark.parametrize("format_", ["iq4_nl", "q8_affine", "int8"])
+def test_forms_without_a_rule_come_back(format_: str, columns: int) -> None:
+    """Codes, scales, offsets and zeros of other tools are given back byte for byte."""
+    zeros: list[dict[str, Any]] = [{}]
+    if format_ == "int8":
+        shape = (24, -(-columns // 16))
+        types = (torch.int8, torch.int32, torch.float16)
+        zeros += [{"zero": None}, *({"zero": torch.full(shape, 100, dtype=dtype)} for dtype in types)]
+    for changes in zeros:
+        weight = kinds_of_weight(format_, 24, columns, block=16, **changes)
+        _assert_same(_layer(weight).packed_weight(), weight)
+
+
+@pytest.mark.parametrize(
+    ("format_", "packing"),
+    [("q4_0", 32), ("q4_1", 32), ("q4_1", 64), ("iq4_nl", 32), ("q8_0", None), ("q8_affine", None)],
+)
 @pytest.mark.parametrize("block", [16, 32])
-def test_scales_of_super_blocks(format_: str, packing: int | None, block: int) -> None:
+@pytest.mark.parametrize("columns", [512, 96])
+def test_scales_of_super_blocks(format_: str, packing: int | None, block: int, columns: int) -> None:
     """A weight with super-blocks computes as its resolved numbers do, and comes back with its levels as stored."""
     chosen = None if packing is None else Packing.half_split(packing)
-    weight = kinds_of_weight(format_, 24, 512, ScaleKind.SUPER_BLOCK, block=block, packing=chosen)
-    layer, plain = _layer(weight), _layer(weight.with_plain_scale())
-    x = _dense(3, 512)
-    assert torch.equal(layer(x), plain(x))
+    weight = kinds_of_weight(format_, 24, columns, ScaleKind.SUPER_BLOCK, block=block, packing=chosen)
+    layer = _layer(weight)
+    for precision in ("exact", "int16", "int8"):
+        with_levels, resolved = (layer_on(BACKEND, item, precision) for item in (weight, weight.with_plain_scale()))
+        for count in (1, 3, 60):
+            assert torch.equal(with_levels(_dense(count, columns)), resolved(_dense(count, columns)))
     assert torch.equal(layer.rows(torch.tensor([5, 0, 23])), q4.dequantize(weight)[[5, 0, 23]])
     _assert_same(layer.packed_weight(), weight)
-    again = q4.Q4Linear.empty(24, 512)
+    again = q4.Q4Linear.empty(24, columns)
     again.load_state_dict(layer.state_dict())
     _assert_same(again.packed_weight(), weight)
 

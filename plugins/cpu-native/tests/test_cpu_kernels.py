@@ -16,7 +16,8 @@ import torch
 import q4core as q4
 from q4_cpu_native import CpuNative
 from q4_cpu_native.tables import table_of, words_of
-from tests.support.cpu_layers import layer_on, random_weight
+from tests.support import samples
+from tests.support.cpu_layers import layer_on, quantised, random_weight
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -26,13 +27,16 @@ NF4 = q4.BUILTIN_FORMATS["nf4"].codebook
 
 
 def test_tables_are_exact_where_they_can_be() -> None:
-    """E2M1, Q4_0 and plain numbers stand exactly in 8 bits; NF4 and FP4 within half a step."""
+    """E2M1, Q4_0, IQ4_NL and plain numbers stand exactly in 8 bits; NF4 and FP4 within half a step."""
     for name in ("nvfp4", "mxfp4", "q4_0", "q4_1"):
         codebook = q4.BUILTIN_FORMATS[name].codebook
         table = table_of(codebook)
         assert table.values is None
         assert max(table.level) <= 24
         assert [table.step * (level - table.center) for level in table.level] == list(codebook)
+    codebook = q4.BUILTIN_FORMATS["iq4_nl"].codebook
+    assert table_of(codebook).values is None
+    assert [level - table_of(codebook).center for level in table_of(codebook).level] == list(codebook)
     for name in ("nf4", "fp4"):
         codebook = q4.BUILTIN_FORMATS[name].codebook
         table = table_of(codebook)
@@ -42,8 +46,12 @@ def test_tables_are_exact_where_they_can_be() -> None:
 
 
 def test_words_are_exact_where_they_can_be() -> None:
-    """FP4 is exact in 16 bits, NF4 within half a step of ±8191; what 8 bits hold needs none."""
+    """FP4 and IQ4_NL are exact in 16 bits, NF4 within half a step of ±8191; narrow levels need none."""
     assert all(words_of(q4.BUILTIN_FORMATS[name].codebook) is None for name in ("nvfp4", "mxfp4"))
+    iq4_nl = words_of(q4.BUILTIN_FORMATS["iq4_nl"].codebook)
+    assert iq4_nl is not None
+    assert (iq4_nl.values, iq4_nl.step) == (None, 1.0)
+    assert iq4_nl.word == q4.BUILTIN_FORMATS["iq4_nl"].codebook
     fp4, nf4 = (words_of(q4.BUILTIN_FORMATS[name].codebook) for name in ("fp4", "nf4"))
     assert fp4 is not None
     assert fp4.values is None
@@ -132,6 +140,32 @@ def test_prepared_size(backend: CpuNative, format_: str, size: tuple[int, int]) 
     assert record.source_bytes == 0
 
 
+@pytest.mark.parametrize("block", [16, 32, 96, 384])
+@pytest.mark.parametrize(
+    ("format_", "zero"),
+    [("iq4_nl", None), ("q8_0", None), ("q8_affine", None), ("int8", None)]
+    + [("int8", dtype) for dtype in (torch.uint8, torch.int8, torch.int32, torch.float32)],
+)
+def test_wide_codes_keep_their_values(backend: CpuNative, format_: str, zero: torch.dtype | None, block: int) -> None:
+    """Of rows of x with a single 1, each path gives each weight, to float32's rounding of its terms."""
+    shape = (40, 384 // block)
+    changes: dict[str, object] = {}
+    if format_ == "int8":
+        zeros = torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(3))
+        given = zeros + 0.37 if zero is torch.float32 else zeros
+        changes["zero"] = None if zero is None else given.to(zero)
+    weight = samples.random_weight(format_, 40, 384, block=block, **changes)
+    decoded = q4.dequantize(weight, torch.float64)
+    terms = 512 * weight.resolved_scale().abs().max()
+    offset = weight.resolved_offset()
+    terms += 0 if offset is None else offset.abs().max().float()
+    for precision in ("exact", "int16", "int8"):
+        y = layer_on(backend, weight, precision)(torch.eye(384))
+        assert float((y.double().T - decoded).abs().max()) <= 2**-22 * float(terms)
+        if precision == "exact" and offset is None:
+            assert torch.equal(y.T, q4.dequantize(weight))
+
+
 @pytest.mark.parametrize("format_", sorted(CpuNative.capabilities.formats))
 def test_free_range_error(backend: CpuNative, format_: str) -> None:
     """On activations of any value the exact path errs by rounding alone, int16 and int8 by their own steps."""
@@ -166,7 +200,7 @@ def test_huge_activations_overflow_only_where_the_product_does(
 ) -> None:
     """Finite results are finite, however large the levels that they are made of."""
     dense = torch.randn(48, 256, generator=torch.Generator().manual_seed(1)) * 1e-3
-    weight = q4.quantize(dense, format_)
+    weight = quantised(dense, format_)
     decoded = q4.dequantize(weight, torch.float64)
     layer = layer_on(backend, weight, precision)
     usual = torch.randn(14, 256, generator=torch.Generator().manual_seed(2))

@@ -7,9 +7,10 @@ import torch
 
 import q4core as q4
 from q4_cpu_native import CpuNative
-from tests.support.cpu_layers import layer_on
+from tests.support.cpu_layers import layer_on, quantised
+from tests.support.samples import random_weight
 
-FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
+FORMATS = sorted(CpuNative.capabilities.formats)
 
 
 def _ratio(weight: q4.PackedWeight) -> float:
@@ -21,7 +22,14 @@ def _ratio(weight: q4.PackedWeight) -> float:
 @pytest.mark.parametrize("format_", FORMATS)
 def test_a_prepared_weight_is_hardly_larger_than_a_packed_one(format_: str) -> None:
     """Nothing but rows beyond the last tile is added: at most 5 percent."""
-    weight = q4.quantize(torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1)), format_)
+    weight = quantised(torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1)), format_)
+    assert _ratio(weight) <= 1.05
+
+
+@pytest.mark.parametrize(("format_", "block"), [("q4_0", 32), ("iq4_nl", 32), ("q4_1", 32), ("q4_1", 16), ("q8_0", 16)])
+def test_super_blocks_stay_as_they_are(format_: str, block: int) -> None:
+    """A byte for each block stays one; the float16 of a super-block is there twice: for kernels and as read."""
+    weight = random_weight(format_, 1024, 1024, q4.ScaleKind.SUPER_BLOCK, block=block)
     assert _ratio(weight) <= 1.05
 
 

@@ -13,12 +13,12 @@ import q4core as q4
 from q4_cpu_native import CpuNative
 from q4_dequant_fallback import DequantFallback
 from q4_programs import BoundLayer, Buffer, Op, Program, Step, View, bind
-from tests.support.cpu_layers import ISAS
+from tests.support.cpu_layers import ISAS, random_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
+FORMATS = sorted(CpuNative.capabilities.formats)
 WIDTH, HEADS, COLUMNS, CAPACITY, VOCABULARY = 96, 6, 16, 12, 70
 
 
@@ -44,7 +44,7 @@ def _layer(
     bias: torch.Tensor | None = None,
     precision: str = "auto",
 ) -> q4.Q4Linear:
-    weight = q4.quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)), form)
+    weight = random_weight(form, rows, columns, rows)
     config = q4.SessionConfig(device="cpu", activation_precision=precision)
     return q4.Q4Linear(weight, bias, registry=registry, config=config)
 

@@ -8,11 +8,11 @@ import torch
 import q4core as q4
 from q4_cpu_native import CpuNative
 from q4_snn.products import SpikeProduct
-from tests.support.cpu_layers import ISAS
+from tests.support.cpu_layers import ISAS, quantised
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0"])
+@pytest.mark.parametrize("name", sorted(CpuNative.capabilities.formats))
 def test_spikes_have_the_bits_of_the_exact_product(name: str, isa: str) -> None:
     """Sparse and dense products are equal in every bit, for each form of weight, some rows and any share of ones."""
 
@@ -25,7 +25,7 @@ def test_spikes_have_the_bits_of_the_exact_product(name: str, isa: str) -> None:
     config = q4.SessionConfig(device="cpu", activation_precision="exact")
     registry = q4.Registry([("cpu-native", Plugin())])
     for rows, columns in ((67, 384), (16, 2048)):
-        weight = q4.quantize(torch.randn(rows, columns, generator=random), name)
+        weight = quantised(torch.randn(rows, columns, generator=random), name)
         layer = q4.Q4Linear(weight, torch.randn(rows), config=config, registry=registry)
         product = SpikeProduct(layer)
         for count, rate in ((1, 0.02), (1, 0.25), (7, 0.1), (20, 0.01)):

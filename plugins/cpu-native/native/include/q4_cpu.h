@@ -3,13 +3,16 @@
  * Formulas, for row n of the weight, in-feature k, block b = k / block:
  *     y[m,n] = sum_k x[m,k] * w[n,k] + bias[n]
  *     w[n,k] = (scale[n,b] * code_value[q[n,k]] + offset[n,b]) * global[n]        second = OFFSET or NONE
- *     w[n,k] = (q[n,k] - zero[n,b]) * scale[n,b] * global[n]                      second = ZERO
+ *     w[n,k] = (code_value[q[n,k]] - zero[n,b]) * scale[n,b] * global[n]          second = ZERO
+ * Where blocks are in super-blocks, scale and offset are each a stored number times its super-block's, rounded to float32.
  *
- * Prepared layout: tiles of 16 rows. A tile is its groups one after another; a group holds the scales of `block`
+ * Prepared layout: tiles of 16 rows. A tile is its super-blocks' numbers, then its groups one after another. A super-block has
+ * 16 float16 numbers for the scales, and 16 for the offsets where there are any. A group holds the scales of `block`
  * in-features (of two blocks of 16 where block is 16), the second numbers, then its chunks of 32 in-features. A chunk of
  * 4-bit codes is 4 lines of 64 bytes: byte 4 r + i of line l holds, for row r of the tile, in-feature 8 l + i in its low
- * nibble and 8 l + 4 + i in its high one. A chunk of 8-bit codes is 8 lines: byte 4 r + i of line l is in-feature 4 l + i.
- * Rows beyond N have scale 0; in-features beyond K are code 0 and meet activations of 0.
+ * nibble and 8 l + 4 + i in its high one. A chunk of 8-bit codes is 8 lines: byte 4 r + i of line l is in-feature 4 l + i,
+ * in two's complement: 128 less than an unsigned code. Rows beyond N have scale 0; in-features beyond K are bytes of 0 and meet
+ * activations of 0.
  */
 #ifndef Q4_CPU_H
 #define Q4_CPU_H
@@ -21,7 +24,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 6
+#define Q4_CPU_ABI_VERSION 7
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
@@ -40,20 +43,22 @@ typedef enum {
     Q4_ISA_NEON_I8MM
 } q4_isa;
 
-/* One kind of prepared weight. Where `second` is ZERO, bits are 4, and each code is its own level and value; where it is
- * OFFSET, and for 8 bits, step is 1, and a codebook's value is level - center. Sizes are at most 2^30. */
+/* One kind of prepared weight. Where `second` is ZERO, each 4-bit code is its own level and value; where it is OFFSET, and for
+ * 8 bits, step is 1, and a code's value is level - center. Sizes are at most 2^30. */
 typedef struct {
     int64_t rows;             /* N */
     int64_t columns;          /* K */
     int64_t block;            /* in-features per scale: 16 or a multiple of 32 */
+    int64_t super_blocks;     /* blocks per super-block: a divisor of a row's, even where block is 16; 0 without, or for ZERO */
     int32_t bits;             /* 4 or 8 */
     int32_t scale_type;       /* q4_type */
     int32_t second;           /* q4_second */
     int32_t second_type;      /* q4_type */
-    float codebook[16];       /* value of each 4-bit code; unused for 8 bits (two's complement) */
+    int32_t is_unsigned;      /* 8 bits: whether codes are 0 … 255, each its own level; else its level is 128 more */
+    float codebook[16];       /* value of each 4-bit code; unused for 8 bits */
     /* w4a8: value of code q is step * (level[q] - center); exact where the codebook is a multiple of whole numbers.
-     * center is whole; where a level is above 24 it is 128, and no level is 0. With a second number step is 1, and the
-     * codebook is level - center. */
+     * center is whole; where a 4-bit level is above 24 it is 128, and no level is 0. With a second number step is 1, and the
+     * codebook is level - center. For 8 bits without one it is 128, too. */
     uint8_t level[16];
     float center;
     float step;
@@ -74,6 +79,8 @@ typedef struct {
     int64_t scale_row, scale_block;
     const uint8_t *second;
     int64_t second_row, second_block;
+    const uint8_t *super_scale, *super_second;   /* float16, one for each super-block, row after row */
+    int64_t super_scale_step, super_second_step; /* from one to the next */
 } q4_source;
 
 /* One call; rows of x and y are contiguous along their last axis. */

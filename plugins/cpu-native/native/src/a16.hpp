@@ -46,7 +46,7 @@ void a16_direct(const Tile& t, const Activations& x, float* y) {
     Stream<Bytes> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
-        const A16Codes<V, Kind, Second, ScaleType, Bytes, kIsLater> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+        const A16Codes<V, Kind, Second, ScaleType, Bytes, kIsLater> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
         const int64_t row = chunk * Rows;
 #pragma GCC unroll 4
         for (int first = 0; first < kAll; first += kParts) {
@@ -99,7 +99,7 @@ template <class V, int ScaleType, bool Halves> void a16_single(const Tile& t, co
     Stream<false> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
-        const Numbers<V, Q4_NONE, ScaleType> source{t.matrix, t.at, stream.head};
+        const Numbers<V, Q4_NONE, ScaleType> source{t.matrix, t.at, stream.head, stream.super};
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
             typename V::SingleWords dots[kParts];
@@ -132,7 +132,7 @@ void a16_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     float *scale = panel.scale, *second = panel.second;
     for (int64_t chunk = first; chunk < last; ++chunk, stream.next()) {
         stream.prefetch();
-        const A16Codes<V, Kind, Second, kAnyType, Bytes, false> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+        const A16Codes<V, Kind, Second, kAnyType, Bytes, false> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
         for (int eight = 0; eight < 4; ++eight, to += 256)
             for (int part = 0; part < kParts; ++part)
                 for (int is_high = 0; is_high < 2; ++is_high) {

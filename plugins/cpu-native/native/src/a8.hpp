@@ -82,7 +82,7 @@ void a8_direct(const Tile& t, const Activations& x, float* y) {
     Stream<Bytes> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
-        const A8Codes<V, Kind, Second, ScaleType, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+        const A8Codes<V, Kind, Second, ScaleType, Bytes> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; ++part)
             a8_chunk<V, Rows, Kind, Second, Halves>(source, x, chunk, part, sum[part]);
@@ -111,7 +111,7 @@ void a8_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     float *scale = panel.scale, *second = panel.second;
     for (int64_t chunk = first; chunk < last; ++chunk, stream.next()) {
         stream.prefetch();
-        const A8Codes<V, Kind, Second, kAnyType, Bytes> source{{t.matrix, t.at, stream.head}, table, stream.codes};
+        const A8Codes<V, Kind, Second, kAnyType, Bytes> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
         for (int step = 0; step < 8; ++step, to += 64)
             for (int part = 0; part < kParts; ++part) V::store(to + part * V::kLanes * 4, source.levels(step, part));
         decode_numbers<V, Second, Halves>(source, scale, second);

@@ -52,11 +52,11 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
              const int64_t* index, const Rows& to, uint8_t* odd) {
     const int size = size_of(c.x_type);
     const bool is_a16 = c.family == Q4_A16;
-    // A signed level's zero is the code's own.
+    // Signed levels are 128 less.
     const bool is_signed = is_a16 ? has_words(m) : kernels.is_wide_signed && has_wide_levels(m);
     const bool is_single = is_a16 && kernels.arrange_single && pass.direct && pass.rows == 1 && has_words(m);
     const float peak = word_peak(m);
-    const auto center = is_signed ? 0 : static_cast<int32_t>(m.bits == 8 ? 128 : m.center);
+    const int32_t center = static_cast<int32_t>(m.center) - (is_signed ? 128 : 0);
     alignas(64) float buffer[kChunk];
     alignas(64) uint8_t tail[kChunk * 4];
     for (int r = 0; r < pass.rows; ++r) {

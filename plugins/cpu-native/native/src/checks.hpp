@@ -24,10 +24,18 @@ inline bool is_aligned(const void* address, int32_t type) {
 inline bool is_family(int32_t family) { return family >= Q4_EXACT && family <= Q4_A16; }
 
 inline bool has_sound_levels(const q4_matrix& m) {
-    if (m.bits == 8) return true;
+    const bool is_whole = m.center >= 0.0f && m.center <= 255.0f && m.center == static_cast<float>(static_cast<int>(m.center));
+    if (m.bits == 8) return m.second == Q4_NONE ? m.center == 128.0f : is_whole;
     if (has_words(m) && !std::all_of(m.word, m.word + 16, is_sound_word)) return false;
     if (has_wide_levels(m)) return m.center == 128.0f && *std::min_element(m.level, m.level + 16) > 0;
-    return m.center >= 0.0f && m.center <= 255.0f && m.center == static_cast<float>(static_cast<int>(m.center));
+    return is_whole;
+}
+
+// Whether super-blocks are whole groups, and divide a row.
+inline bool has_sound_super_blocks(const q4_matrix& m) {
+    if (m.super_blocks == 0) return true;
+    if (!is_size(m.super_blocks) || m.second == Q4_ZERO || (m.block == 16 && m.super_blocks % 2)) return false;
+    return ceil_div(m.columns, m.block) % m.super_blocks == 0;
 }
 
 inline bool is_sound(const q4_matrix* matrix) {
@@ -38,20 +46,22 @@ inline bool is_sound(const q4_matrix* matrix) {
     if (m.second != Q4_NONE && m.second != Q4_OFFSET && m.second != Q4_ZERO) return false;
     if (m.second != Q4_NONE && !is_number_type(m.second_type)) return false;
     if ((m.second == Q4_OFFSET || m.bits == 8) && m.step != 1.0f) return false;
-    if (!has_sound_levels(m)) return false;
-    if (m.second == Q4_NONE) return true;
-    for (int q = 0; q < 16 && m.bits == 4; ++q)  // an offset is added to values as they are
+    if (m.is_unsigned && (m.is_unsigned != 1 || m.bits != 8)) return false;
+    if (!has_sound_levels(m) || !has_sound_super_blocks(m)) return false;
+    if (m.second == Q4_NONE || m.bits == 8) return true;
+    for (int q = 0; q < 16; ++q)  // an offset is added to values as they are
         if (m.codebook[q] != static_cast<float>(m.level[q]) - m.center) return false;
     if (m.second != Q4_ZERO) return true;
     for (int q = 0; q < 16; ++q)
         if (m.level[q] != q || m.codebook[q] != static_cast<float>(q)) return false;
-    return m.bits == 4 && m.step == 1.0f;
+    return m.step == 1.0f;
 }
 
 inline bool is_sound(const q4_matrix& m, const q4_source* source) {
     if (!source) return false;
     const q4_source& s = *source;
     if (!s.codes || !s.scale || (m.second != Q4_NONE && !s.second) || s.group_bytes < 1) return false;
+    if (m.super_blocks && (!s.super_scale || (m.second != Q4_NONE && !s.super_second))) return false;
     if (m.bits == 8) return s.order == Q4_BYTES;
     if (s.order == Q4_HALF_SPLIT) return is_size(s.half);
     return s.order == Q4_LOW_FIRST || s.order == Q4_HIGH_FIRST;

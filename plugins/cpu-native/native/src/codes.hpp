@@ -28,14 +28,17 @@ template <bool Bytes> struct Stream {
     static constexpr int kChunkBytes = kTileRows * kChunk / (Bytes ? 1 : 2);
     const Layout& at;
     const uint8_t* head;   // of the chunk's group
+    const uint8_t* super;  // of its super-block
     const uint8_t* codes;  // of the chunk
     int64_t left;          // chunks of the group, this one included
+    int64_t super_left;    // groups of the super-block, this one included
 
     Q4_INLINE Stream(const Layout& layout, const uint8_t* tile, int64_t chunk) : at(layout) {
-        const int64_t inside = chunk % at.group_chunks;
-        head = tile + at.group_offset(chunk / at.group_chunks);
+        const int64_t inside = chunk % at.group_chunks, group = chunk / at.group_chunks;
+        head = tile + at.group_offset(group), super = tile + at.super_offset(group);
         codes = head + at.head_bytes + inside * kChunkBytes;
         left = at.group_chunks - inside;
+        super_left = at.super_groups ? at.super_groups - group % at.super_groups : 0;
     }
     Q4_INLINE void prefetch() const {
         for (int line = 0; line < kChunkBytes; line += 64) __builtin_prefetch(codes + kAhead + line);
@@ -48,6 +51,9 @@ template <bool Bytes> struct Stream {
         head = codes;
         codes += at.head_bytes;
         left = at.group_chunks;
+        if (--super_left) return;  // never 0 without super-blocks
+        super += at.super_bytes;
+        super_left = at.super_groups;
     }
 };
 
@@ -58,13 +64,21 @@ constexpr int kAnyType = -1;
 template <class V, int Second, int ScaleType> struct Numbers {
     const q4_matrix& m;
     const Layout& at;
-    const uint8_t* head;
+    const uint8_t *head, *super;
+    // A stored number, times its super-block's: rounded as the codec rounds.
+    Q4_INLINE typename V::Floats whole(typename V::Floats stored, int row) const {
+        return at.super_groups ? V::mul(stored, V::f16(super + row * 2)) : stored;
+    }
     Q4_INLINE typename V::Floats scale(int set, int part) const {
-        return numbers<V>(ScaleType == kAnyType ? m.scale_type : ScaleType, head + at.scale_offset(set, part * V::kLanes));
+        const uint8_t* from = head + at.scale_offset(set, part * V::kLanes);
+        if constexpr (ScaleType != kAnyType) return numbers<V>(ScaleType, from);
+        return whole(numbers<V>(m.scale_type, from), part * V::kLanes);
     }
     Q4_INLINE typename V::Floats second(int set, int part) const {
         if constexpr (Second == Q4_NONE) return V::zero();
-        return numbers<V>(m.second_type, head + at.second_offset(set, part * V::kLanes));
+        const auto stored = numbers<V>(m.second_type, head + at.second_offset(set, part * V::kLanes));
+        if constexpr (Second == Q4_ZERO) return stored;
+        return whole(stored, kTileRows + part * V::kLanes);
     }
 };
 

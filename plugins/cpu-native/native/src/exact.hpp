@@ -49,9 +49,11 @@ Q4_INLINE void exact_line(typename V::Ints line, const Book& book, const Use& us
     }
 }
 
-// A code's value with its second number; the scale is left to the end of a half chunk unless there is an offset.
-template <class V, int Second>
-Q4_INLINE typename V::Floats with_second(typename V::Floats value, typename V::Floats s, typename V::Floats z) {
+// A code's value with its second number; the scale is left to the end of a half chunk unless there is an offset. What a byte
+// lacks to its code's value is added first: 0 where there is no second number.
+template <class V, int Second, bool Bytes>
+Q4_INLINE typename V::Floats with_second(typename V::Floats value, typename V::Floats s, typename V::Floats z, typename V::Floats base) {
+    if constexpr (Bytes && Second != Q4_NONE) value = V::add(value, base);
     if constexpr (Second == Q4_ZERO) return V::sub(value, z);
     if constexpr (Second == Q4_OFFSET) return V::fma(s, value, z);  // rounded once, as an exact weight is
     return value;
@@ -71,13 +73,14 @@ void exact_direct(const Tile& t, const Activations& x, float* y) {
     using F = typename V::Floats;
     const Book book(t.matrix.codebook);
     const bool halves = t.at.sets == 2;
+    const F base = V::splat(byte_base(t.matrix));
     F sum[kParts][Rows];
     for (auto& part : sum)
         for (F& row : part) row = V::zero();
     Stream<Bytes> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
-        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, stream.head};
+        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, stream.head, stream.super};
         const float* values = x.values + chunk * Rows * kChunk;
         // One row of x is a chain of sums for each half and part, which take turns so that none waits for itself; more rows
         // fill the registers with one half of one part.
@@ -106,7 +109,7 @@ void exact_direct(const Tile& t, const Activations& x, float* y) {
                             const auto line = V::line(stream.codes + ((first_half + h) * kLines + l) * 64 + lane * 4);
                             const float* from = values + (first_half + h) * 16 + l * kStep;
                             exact_line<V, Bytes, kIsRaised>(line, book, [&](int k, F value) __attribute__((always_inline)) {
-                                const F w = with_second<V, Second>(value, s[h][p], z[h][p]);
+                                const F w = with_second<V, Second, Bytes>(value, s[h][p], z[h][p], base);
 #pragma GCC unroll 16
                                 for (int r = 0; r < Rows; ++r)
                                     partial[h][p][r] = V::fma(w, V::splat(from[r * kChunk + k]), partial[h][p][r]);
@@ -136,12 +139,13 @@ void exact_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     using F = typename V::Floats;
     const Book book(t.matrix.codebook);
     const bool halves = t.at.sets == 2;
+    const F base = V::splat(byte_base(t.matrix));
     Stream<Bytes> stream(t.at, t.data, first);
     auto* to = reinterpret_cast<float*>(panel.codes);
     float* scale = panel.scale;
     for (int64_t chunk = first; chunk < last; ++chunk, stream.next(), to += kChunk * kTileRows, scale += 2 * kTileRows) {
         stream.prefetch();
-        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, stream.head};
+        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, stream.head, stream.super};
         for (int l = 0; l < kLines; ++l)
             for (int part = 0; part < kParts; ++part) {
                 const int half = 2 * l / kLines, lane = part * V::kLanes;
@@ -149,7 +153,7 @@ void exact_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
                 if (l * 2 % kLines == 0) V::store(scale + half * kTileRows + lane, half_scale<V, Second, Bytes>(s, book));
                 const auto line = V::line(stream.codes + l * 64 + lane * 4);
                 exact_line<V, Bytes, false>(line, book, [&](int k, F value) __attribute__((always_inline)) {
-                    V::store(to + (l * kStep + k) * kTileRows + lane, with_second<V, Second>(value, s, z));
+                    V::store(to + (l * kStep + k) * kTileRows + lane, with_second<V, Second, Bytes>(value, s, z, base));
                 });
             }
     }

@@ -32,25 +32,32 @@ struct Layout {
     int scale_size, second_size;
     int64_t chunk_bytes;    // codes of 16 rows
     int64_t head_bytes;     // numbers of 16 rows at the start of a group
+    int64_t super_groups;   // groups that share a super-block's numbers; 0 without
+    int64_t supers;         // in a row
+    int64_t super_bytes;    // numbers of one, of 16 rows
     int64_t tile_bytes, tiles;
 
     [[gnu::always_inline]] explicit Layout(const q4_matrix& m)
         : chunks(ceil_div(m.columns, kChunk)), group_chunks(std::max<int64_t>(1, m.block / kChunk)),
           groups(ceil_div(chunks, group_chunks)), sets(m.block == 16 ? 2 : 1), scale_size(size_of(m.scale_type)),
           second_size(m.second == Q4_NONE ? 0 : size_of(m.second_type)), chunk_bytes(kTileRows * kChunk * m.bits / 8),
-          head_bytes(int64_t{kTileRows} * sets * (scale_size + second_size)),
-          tile_bytes(groups * head_bytes + chunks * chunk_bytes), tiles(ceil_div(m.rows, kTileRows)) {}
+          head_bytes(int64_t{kTileRows} * sets * (scale_size + second_size)), super_groups(m.super_blocks / sets),
+          supers(super_groups ? groups / super_groups : 0), super_bytes(int64_t{kTileRows} * 2 * (m.second == Q4_NONE ? 1 : 2)),
+          tile_bytes(supers * super_bytes + groups * head_bytes + chunks * chunk_bytes), tiles(ceil_div(m.rows, kTileRows)) {}
 
-    [[gnu::always_inline]] int64_t group_offset(int64_t group) const { return group * (head_bytes + group_chunks * chunk_bytes); }
+    [[gnu::always_inline]] int64_t group_offset(int64_t group) const {
+        return supers * super_bytes + group * (head_bytes + group_chunks * chunk_bytes);
+    }
+    [[gnu::always_inline]] int64_t super_offset(int64_t group) const { return supers ? group / super_groups * super_bytes : 0; }
     [[gnu::always_inline]] int64_t scale_offset(int set, int row) const { return (int64_t{set} * kTileRows + row) * scale_size; }
     [[gnu::always_inline]] int64_t second_offset(int set, int row) const {
         return int64_t{sets} * kTileRows * scale_size + (int64_t{set} * kTileRows + row) * second_size;
     }
 };
 
-// Where the numbers of a column lie in each tile: its group, the line of its codes and the bits before its own.
+// Where the numbers of a column lie in each tile: its group and super-block, the line of its codes and the bits before its own.
 struct Place {
-    int64_t head, codes;
+    int64_t head, super, codes;
     int32_t shift, set;
 };
 
@@ -59,7 +66,7 @@ static inline Place place_of(const q4_matrix& m, const Layout& at, int64_t colum
     const int64_t chunk = column / kChunk, inside = column % kChunk, step = is_bytes ? 4 : 8;
     const int64_t in_line = inside % step;
     Place place{};
-    place.head = at.group_offset(chunk / at.group_chunks);
+    place.head = at.group_offset(chunk / at.group_chunks), place.super = at.super_offset(chunk / at.group_chunks);
     place.codes = place.head + at.head_bytes + chunk % at.group_chunks * at.chunk_bytes + inside / step * 64;
     place.shift = static_cast<int32_t>(is_bytes ? 8 * in_line : in_line % 4 * 8 + in_line / 4 * 4);
     place.set = at.sets == 2 ? static_cast<int32_t>(inside / 16) : 0;
@@ -84,6 +91,9 @@ constexpr int kNarrowLevel = 24;
 static inline bool has_wide_levels(const q4_matrix& m) {
     return m.bits == 8 || *std::max_element(m.level, m.level + 16) > kNarrowLevel;
 }
+
+// What a byte of a tile lacks to the value of its 8-bit code.
+static inline float byte_base(const q4_matrix& m) { return 128.0f - m.center; }
 
 // Whether int16 activations meet the words of a table of their own; elsewhere they meet levels, less a centre.
 static inline bool has_words(const q4_matrix& m) { return m.bits == 4 && m.second == Q4_NONE && has_wide_levels(m); }

@@ -36,12 +36,13 @@ template <class Call> void run(bool is_long, const Call& call) {
 
 class Matrix {
   public:
-    Matrix(int64_t rows, int64_t columns, int64_t block, int bits, int scale_type, int second, int second_type,
-           const std::vector<float>& codebook, const std::vector<int>& level, float center, float step,
-           const std::vector<int>& word, float word_step) {
+    Matrix(int64_t rows, int64_t columns, int64_t block, int64_t super_blocks, int bits, int scale_type, int second,
+           int second_type, bool is_unsigned, const std::vector<float>& codebook, const std::vector<int>& level, float center,
+           float step, const std::vector<int>& word, float word_step) {
         matrix_ = q4_matrix{};
-        matrix_.rows = rows, matrix_.columns = columns, matrix_.block = block, matrix_.bits = bits;
-        matrix_.scale_type = scale_type, matrix_.second = second, matrix_.second_type = second_type;
+        matrix_.rows = rows, matrix_.columns = columns, matrix_.block = block, matrix_.super_blocks = super_blocks;
+        matrix_.bits = bits, matrix_.scale_type = scale_type, matrix_.second = second, matrix_.second_type = second_type;
+        matrix_.is_unsigned = is_unsigned;
         if (codebook.size() != 16 || level.size() != 16 || word.size() != 16) throw std::invalid_argument("tables must be 16 long");
         for (int i = 0; i < 16; ++i) {
             matrix_.codebook[i] = codebook[static_cast<size_t>(i)];
@@ -58,10 +59,12 @@ class Matrix {
 
     void pack(uintptr_t codes, int64_t code_row, int64_t code_group, int64_t code_byte, int64_t group_bytes, int order,
               int half, uintptr_t scale, int64_t scale_row, int64_t scale_block, uintptr_t second, int64_t second_row,
-              int64_t second_block, uintptr_t tiles, int threads) const {
+              int64_t second_block, uintptr_t super_scale, int64_t super_scale_step, uintptr_t super_second,
+              int64_t super_second_step, uintptr_t tiles, int threads) const {
         const q4_source source{at<const uint8_t>(codes), code_row, code_group, code_byte, group_bytes, order, half,
                                at<const uint8_t>(scale), scale_row, scale_block, at<const uint8_t>(second), second_row,
-                               second_block};
+                               second_block, at<const uint8_t>(super_scale), at<const uint8_t>(super_second), super_scale_step,
+                               super_second_step};
         const bool is_long = codes_of(matrix_.rows) > kReleaseCodes;
         run(is_long, [&] { check(q4_cpu_pack(&matrix_, &source, at<uint8_t>(tiles), threads)); });
     }
@@ -188,7 +191,7 @@ NB_MODULE(_native, module) {
     module.def("panel_from", &q4_cpu_panel_from, "The rows of x from which a family has panels; 0 where it has none.");
     module.def("isa_name", &q4_cpu_isa_name, "Its name, or None where there is no such number.");
     nb::class_<Matrix>(module, "Matrix")
-        .def(nb::init<int64_t, int64_t, int64_t, int, int, int, int, const std::vector<float>&, const std::vector<int>&,
+        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int, int, int, int, bool, const std::vector<float>&, const std::vector<int>&,
                       float, float, const std::vector<int>&, float>())
         .def_prop_ro("prepared_bytes", &Matrix::prepared_bytes)
         .def("pack", &Matrix::pack)

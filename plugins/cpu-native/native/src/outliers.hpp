@@ -40,10 +40,11 @@ template <class V> uint32_t find_outliers(const float* x) {
 template <class V, int Second, bool Bytes>
 void outliers_direct(const Tile& t, const Outlier* outliers, int64_t count, double* y) {
     const typename V::Codebook book(t.matrix.codebook);
+    const double base = Bytes ? byte_base(t.matrix) : 0.0;
     alignas(64) float value[kTileRows], scale[kTileRows], second[kTileRows];
     alignas(64) double sum[kTileRows] = {};
     for (const Outlier* outlier = outliers; outlier < outliers + count; ++outlier) {
-        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, t.data + outlier->head};
+        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, t.data + outlier->head, t.data + outlier->super};
         for (int part = 0; part < kTileRows / V::kLanes; ++part) {
             const int lane = part * V::kLanes;
             const auto line = V::shifted(V::line(t.data + outlier->codes + lane * 4), outlier->shift);
@@ -56,7 +57,7 @@ void outliers_direct(const Tile& t, const Outlier* outliers, int64_t count, doub
         }
         const double x = outlier->value;
         for (int r = 0; r < kTileRows; ++r) {
-            double w = value[r];
+            double w = value[r] + base;
             if constexpr (Second == Q4_ZERO) w -= second[r];
             w *= scale[r];
             if constexpr (Second == Q4_OFFSET) w += second[r];

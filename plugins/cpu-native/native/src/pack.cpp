@@ -44,7 +44,9 @@ void read_row(const q4_matrix& m, const q4_source& s, const uint8_t* row, uint8_
     }
     const uint8_t* in = bytes;
     switch (s.order) {
-    case Q4_BYTES: std::memcpy(codes, in, static_cast<size_t>(m.columns)); break;
+    case Q4_BYTES:
+        for (int64_t j = 0; j < m.columns; ++j) codes[j] = static_cast<uint8_t>(in[j] ^ (m.is_unsigned ? 128 : 0));
+        break;
     case Q4_LOW_FIRST:
         for (int64_t j = 0; j < count; ++j) codes[2 * j] = in[j] & 15, codes[2 * j + 1] = in[j] >> 4;
         break;
@@ -69,6 +71,11 @@ void pack_tile(const q4_matrix& m, const Layout& at, const q4_source& s, int64_t
     for (int r = 0; r < rows; ++r) {
         read_row(m, s, s.codes + (first + r) * s.code_row, bytes, codes);
         std::fill(codes + m.columns, codes + at.chunks * kChunk, uint8_t{0});  // over the padding nibbles of the source
+        for (int64_t i = 0, place = (first + r) * at.supers; i < at.supers; ++i, ++place) {
+            uint8_t* super = out + i * at.super_bytes + 2 * r;
+            std::memcpy(super, s.super_scale + place * s.super_scale_step, 2);
+            if (m.second != Q4_NONE) std::memcpy(super + 2 * kTileRows, s.super_second + place * s.super_second_step, 2);
+        }
         for (int64_t g = 0; g < at.groups; ++g) {
             uint8_t* group = out + at.group_offset(g);
             for (int set = 0; set < at.sets; ++set) {
@@ -162,7 +169,7 @@ extern "C" int32_t q4_cpu_unpack(const q4_matrix* matrix, const uint8_t* tiles, 
                                       chunk % at.group_chunks * at.chunk_bytes;
                 uint8_t code;
                 if (m.bits == 8)
-                    code = data[j / 4 * 64 + r * 4 + j % 4];
+                    code = static_cast<uint8_t>(data[j / 4 * 64 + r * 4 + j % 4] ^ (m.is_unsigned ? 128 : 0));
                 else
                     code = data[j / 8 * 64 + r * 4 + j % 4] >> (j % 8 < 4 ? 0 : 4) & 15;
                 codes[i * m.columns + k] = code;

@@ -35,16 +35,19 @@ void decode_row(const q4_layer& l, const Kernels& kernels, int64_t n, int64_t fr
         const uint8_t* group = tile + at.group_offset(chunk / at.group_chunks);
         const uint8_t* codes = group + at.head_bytes + chunk % at.group_chunks * at.chunk_bytes + 4 * r;
         float scale = number(group + at.scale_offset(set, r), m.scale_type), second = 0.0f;
+        const uint8_t* super = tile + at.super_offset(chunk / at.group_chunks) + 2 * r;
+        if (at.supers) scale *= number(super, Q4_F16);
         if (l.global_scale) {
             const float global = l.global_scale[l.global_count > 1 ? n : 0];
             scale = l.global_divides ? scale / global : scale * global;
         }
         if (m.second != Q4_NONE) second = number(group + at.second_offset(set, r), m.second_type);
+        if (m.second == Q4_OFFSET && at.supers) second *= number(super + 2 * kTileRows, Q4_F16);
         for (int64_t k = first; k < std::min(to, first + kChunk / 2); ++k) {
             const auto j = static_cast<int>(k % kChunk);
             float value;
             if (m.bits == 8)
-                value = static_cast<int8_t>(codes[j / 4 * 64 + j % 4]);
+                value = static_cast<float>(static_cast<int8_t>(codes[j / 4 * 64 + j % 4])) + byte_base(m);
             else
                 value = m.codebook[codes[j / 8 * 64 + j % 4] >> (j % 8 < 4 ? 0 : 4) & 15];
             if (m.second == Q4_ZERO) value -= second;

@@ -18,6 +18,7 @@ template <class V, int Second, bool Bytes> void spikes_direct(const Tile& t, con
     constexpr int kParts = kTileRows / V::kLanes;
     using F = typename V::Floats;
     const typename V::Codebook book(t.matrix.codebook);
+    const F base = V::splat(byte_base(t.matrix));
     F sum[kParts], partial[kParts];
     for (int part = 0; part < kParts; ++part) sum[part] = partial[part] = V::zero();
     const bool is_rare = count * kRare < t.at.chunks * kChunk;
@@ -27,7 +28,7 @@ template <class V, int Second, bool Bytes> void spikes_direct(const Tile& t, con
             __builtin_prefetch(ahead + spike->head);
             __builtin_prefetch(ahead + spike->codes);
         }
-        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, t.data + spike->head};
+        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, t.data + spike->head, t.data + spike->super};
         const F keep = V::splat(spike->keep), ends = V::splat(spike->ends);
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; ++part) {
@@ -38,7 +39,7 @@ template <class V, int Second, bool Bytes> void spikes_direct(const Tile& t, con
                 value = V::template signed_byte<0>(line);
             else
                 value = book.template at<0>(book.line(line));
-            partial[part] = V::fma(keep, partial[part], with_second<V, Second>(value, s, z));
+            partial[part] = V::fma(keep, partial[part], with_second<V, Second, Bytes>(value, s, z, base));
             sum[part] = V::fma(Second == Q4_OFFSET ? ends : V::mul(s, ends), partial[part], sum[part]);
         }
     }

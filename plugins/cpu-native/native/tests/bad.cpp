@@ -63,7 +63,7 @@ struct Everything {
         matrix.scale_type = Q4_F32, matrix.second = Q4_OFFSET, matrix.second_type = Q4_F32, matrix.step = 1.0f;
         for (int q = 0; q < 16; ++q) matrix.codebook[q] = static_cast<float>(q), matrix.level[q] = static_cast<uint8_t>(q);
         source = {code_bytes.data(), 35, 35, 1, 35, Q4_LOW_FIRST, 0, reinterpret_cast<uint8_t*>(numbers.data()), kBlocks * 4, 4,
-                  reinterpret_cast<uint8_t*>(seconds.data()), kBlocks * 4, 4};
+                  reinterpret_cast<uint8_t*>(seconds.data()), kBlocks * 4, 4, nullptr, nullptr, 0, 0};
         packed = tiles.data(), unpacked = tiles.data();
         codes = out_codes.data(), scale = out_scale.data(), second = out_second.data();
         call.tiles = tiles.data(), call.global_scale = global.data(), call.global_count = kRows;
@@ -104,7 +104,14 @@ const Spoilt kSpoilt[] = {
     {"second type 8", ALL, [](Everything& e) { e.matrix.second_type = Q4_I32 + 1; }},
     {"a zero for codes that are not their own levels", ALL, [](Everything& e) { e.matrix.second = Q4_ZERO, e.matrix.level[3] = 4; }},
     {"a zero for codes that are not their own values", ALL, [](Everything& e) { e.matrix.second = Q4_ZERO, e.matrix.codebook[3] = 4; }},
-    {"a zero for 8 bits", ALL, [](Everything& e) { e.matrix.second = Q4_ZERO, e.matrix.bits = 8, e.source.order = Q4_BYTES; }},
+    {"8 bits with a center and nothing to add", ALL, [](Everything& e) { e.matrix.second = Q4_NONE, e.matrix.bits = 8, e.source.order = Q4_BYTES; }},
+    {"8 bits with a center between levels", ALL, [](Everything& e) { e.matrix.center = 0.5f, e.matrix.bits = 8, e.source.order = Q4_BYTES; }},
+    {"unsigned nibbles", ALL, [](Everything& e) { e.matrix.is_unsigned = 1; }},
+    {"bytes that are 2 of unsigned", ALL, [](Everything& e) { e.matrix.is_unsigned = 2, e.matrix.bits = 8, e.source.order = Q4_BYTES; }},
+    {"super-blocks that don't divide a row", ALL, [](Everything& e) { e.matrix.super_blocks = 2; }},
+    {"negative super-blocks", ALL, [](Everything& e) { e.matrix.super_blocks = -1; }},
+    {"super-blocks that cut a group", ALL, [](Everything& e) { e.matrix.block = 16, e.matrix.super_blocks = 1; }},
+    {"super-blocks with a zero", ALL, [](Everything& e) { e.matrix.second = Q4_ZERO, e.matrix.super_blocks = 3; }},
     {"a center between levels", ALL, [](Everything& e) { e.matrix.center = 7.5f; }},
     {"a center beyond levels", ALL, [](Everything& e) { e.matrix.center = 256.0f; }},
     {"a center that is no number", ALL, [](Everything& e) { e.matrix.center = std::numeric_limits<float>::quiet_NaN(); }},
@@ -114,12 +121,13 @@ const Spoilt kSpoilt[] = {
      [](Everything& e) { e.matrix.second = Q4_NONE, e.matrix.level[15] = 25, e.matrix.level[0] = 1, e.matrix.center = 128.0f, e.matrix.word[7] = -8192; }},
     {"an offset to values that levels don't stand for", ALL, [](Everything& e) { e.matrix.codebook[3] = 3.5f; }},
     {"an offset with a step", ALL, [](Everything& e) { e.matrix.step = 0.5f; }},
-    {"8 bits with a step", ALL, [](Everything& e) { e.matrix.second = Q4_NONE, e.matrix.bits = 8, e.source.order = Q4_BYTES, e.matrix.step = 0; }},
+    {"8 bits with a step", ALL, [](Everything& e) { e.matrix.second = Q4_NONE, e.matrix.bits = 8, e.matrix.center = 128.0f, e.source.order = Q4_BYTES, e.matrix.step = 0; }},
     {"no source", PACK, [](Everything& e) { e.the_source = nullptr; }},
     {"no tiles to fill", PACK, [](Everything& e) { e.packed = nullptr; }},
     {"no codes", PACK, [](Everything& e) { e.source.codes = nullptr; }},
     {"no scale", PACK, [](Everything& e) { e.source.scale = nullptr; }},
     {"no offset", PACK, [](Everything& e) { e.source.second = nullptr; }},
+    {"no numbers of super-blocks", PACK, [](Everything& e) { e.matrix.super_blocks = 3; }},
     {"groups of no bytes", PACK, [](Everything& e) { e.source.group_bytes = 0; }},
     {"groups of negative bytes", PACK, [](Everything& e) { e.source.group_bytes = -1; }},
     {"order 4", PACK, [](Everything& e) { e.source.order = Q4_BYTES + 1; }},

@@ -58,7 +58,8 @@ void choose_codes(Random& r, q4_matrix& m, bool is_whole, bool is_extreme) {
     if (m.bits == 8) {
         for (float& value : m.codebook) value = static_cast<float>(r.between(-9, 9));  // must not matter
         for (uint8_t& level : m.level) level = static_cast<uint8_t>(r.next());
-        m.center = static_cast<float>(r.between(0, 200));
+        m.is_unsigned = r.chance(0.5);
+        m.center = static_cast<float>(m.second == Q4_NONE || r.chance(0.3) ? 128 : r.chance(0.7) ? 0 : r.between(0, 255));
         return;
     }
     const int64_t kind = is_extreme ? 6 : m.second != Q4_NONE ? 0 : is_whole ? r.between(0, 3) : r.between(0, 7);
@@ -100,11 +101,16 @@ void choose_matrix(Random& r, Case& c, const Sizes& sizes) {
     m.block = r.of<int64_t>({16, 16, 32, 32, 64, 64, 96, 128, 256, ceil_div(m.columns, 32) * 32});
     m.bits = r.chance(0.15) ? 8 : 4;
     if (c.is_extreme) m.bits = 4;
-    m.second = c.is_extreme || r.chance(0.5) ? Q4_NONE : m.bits == 8 || r.chance(0.5) ? Q4_OFFSET : Q4_ZERO;
+    m.second = c.is_extreme || r.chance(0.5) ? Q4_NONE : r.chance(0.5) ? Q4_OFFSET : Q4_ZERO;
     m.scale_type = r.of<int32_t>({Q4_F32, Q4_F32, Q4_BF16, Q4_F16, Q4_F16, Q4_E4M3, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_I8, Q4_I32});
     m.second_type = r.of<int32_t>({Q4_F32, Q4_BF16, Q4_F16, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_U8, Q4_I8, Q4_I32});
     choose_codes(r, m, c.is_whole, c.is_extreme);
     c.blocks = ceil_div(m.columns, m.block);
+    const int64_t unit = m.block == 16 ? 2 : 1;
+    if (m.second == Q4_ZERO || c.blocks % unit || !r.chance(0.25)) return;
+    m.super_blocks = unit * r.of<int64_t>({1, 2, 4, 8, c.blocks / unit});
+    while (c.blocks % m.super_blocks) m.super_blocks -= unit;
+    m.scale_type = r.of<int32_t>({Q4_U8, Q4_I8}), m.second_type = r.of<int32_t>({Q4_U8, Q4_U8, Q4_I8});
 }
 
 struct Axis {
@@ -172,7 +178,16 @@ const uint8_t* place_numbers(Random& r, Memory& memory, const Case& c, bool is_s
     uint8_t* start = memory.take(span, r.between(0, 3), r.chance(0.2)) + origin;
     for (int64_t n = 0; n < m.rows; ++n)
         for (int64_t b = 0; b < c.blocks; ++b)
-            write_number(r, type, is_second, is_second && m.second == Q4_ZERO, c.is_whole, start + n * row + b * block);
+            write_number(r, type, is_second, is_second && m.second == Q4_ZERO && m.bits == 4, c.is_whole, start + n * row + b * block);
+    return start;
+}
+
+// A float16 for each super-block.
+const uint8_t* place_supers(Random& r, Memory& memory, const Case& c, bool is_second, int64_t& step) {
+    const int64_t count = c.matrix.rows * c.blocks / c.matrix.super_blocks;
+    const auto [span, origin] = lay_out(r, {{count, &step, true}}, 2, r.chance(0.4), r.chance(0.5) ? 1 : 2);
+    uint8_t* start = memory.take(span, r.between(0, 3), r.chance(0.2)) + origin;
+    for (int64_t i = 0; i < count; ++i) write_number(r, Q4_F16, is_second, false, c.is_whole, start + i * step);
     return start;
 }
 
@@ -197,13 +212,16 @@ void choose_source(Random& r, Memory& memory, Case& c) {
     for (int64_t i = 0; i < span; ++i) codes[i] = static_cast<uint8_t>(is_one_code ? code : r.next());
     s.codes = codes + origin;
     s.scale = place_numbers(r, memory, c, false, s.scale_row, s.scale_block);
+    if (m.super_blocks) s.super_scale = place_supers(r, memory, c, false, s.super_scale_step);
     if (m.second == Q4_NONE) return;
+    if (m.super_blocks) s.super_second = place_supers(r, memory, c, true, s.super_second_step);
     s.second = place_numbers(r, memory, c, true, s.second_row, s.second_block);
     if (m.second != Q4_OFFSET || m.second_type != Q4_F32 || c.is_whole || !r.chance(0.3)) return;
     // Offsets that take a code's value away, all but what rounding leaves: a weight rounded twice would be zero there.
     for (int64_t n = 0; n < m.rows; ++n)
         for (int64_t b = 0; b < c.blocks; ++b) {
-            const double value = m.bits == 8 ? static_cast<int8_t>(c.code(n, b * m.block)) : static_cast<double>(m.codebook[c.code(n, b * m.block)]);
+            const uint8_t code = c.code(n, b * m.block);
+            const double value = m.bits == 8 ? c.byte_value(code) : static_cast<double>(m.codebook[code]);
             encode(Q4_F32, -value * decode(m.scale_type, c.number_at(false, n, b)), c.number_at(true, n, b));
         }
 }
@@ -332,6 +350,18 @@ uint8_t* Case::number_at(bool is_second, int64_t n, int64_t block) const {
     return const_cast<uint8_t*>(source.scale) + n * source.scale_row + block * source.scale_block;
 }
 
+double Case::byte_value(uint8_t code) const {
+    const int level = matrix.is_unsigned ? code : static_cast<int8_t>(code) + 128;
+    return static_cast<double>(level) - static_cast<double>(matrix.center);
+}
+
+double Case::super_number(bool is_second, int64_t n, int64_t block) const {
+    if (!matrix.super_blocks) return 1.0;
+    const int64_t place = (n * blocks + block) / matrix.super_blocks;
+    return decode(Q4_F16, is_second ? source.super_second + place * source.super_second_step
+                                    : source.super_scale + place * source.super_scale_step);
+}
+
 void* Case::y_at(int64_t m, int64_t n) const {
     return static_cast<uint8_t*>(call.y) + (m * call.y_stride + n) * width(call.y_type);
 }
@@ -345,7 +375,7 @@ void Case::read_source() {
             const int32_t type = is_second ? matrix.second_type : matrix.scale_type;
             for (int64_t b = 0; b < blocks; ++b) {
                 const uint8_t* from = number_at(is_second, n, b);
-                (is_second ? second : scale).push_back(decode(type, from));
+                (is_second ? second : scale).push_back(decode(type, from) * super_number(is_second, n, b));
                 auto& bytes = is_second ? second_bytes : scale_bytes;
                 bytes.insert(bytes.end(), from, from + width(type));
             }
@@ -372,11 +402,12 @@ std::string Case::told() const {
     const char* const seconds[] = {"none", "offset", "zero"};
     const char* const orders[] = {"low_first", "high_first", "half_split", "bytes"};
     std::snprintf(text, sizeof text,
-                  "M=%ld N=%ld K=%ld block=%ld bits=%d scale=%s second=%s:%s order=%s half=%d group_bytes=%ld "
+                  "M=%ld N=%ld K=%ld block=%ld super=%ld bits=%d%s scale=%s second=%s:%s order=%s half=%d group_bytes=%ld "
                   "codes(row %ld, group %ld, byte %ld) level0=%d center=%g step=%g family=%s x=%s:%ld y=%s:%ld threads=%d "
                   "global=%ld%s bias=%d whole=%d",
                   static_cast<long>(call.x_rows), static_cast<long>(matrix.rows), static_cast<long>(matrix.columns),
-                  static_cast<long>(matrix.block), matrix.bits, type_name(matrix.scale_type), seconds[matrix.second],
+                  static_cast<long>(matrix.block), static_cast<long>(matrix.super_blocks), matrix.bits,
+                  matrix.is_unsigned ? " unsigned" : "", type_name(matrix.scale_type), seconds[matrix.second],
                   type_name(matrix.second_type), orders[source.order], source.half, static_cast<long>(source.group_bytes),
                   static_cast<long>(source.code_row), static_cast<long>(source.code_group),
                   static_cast<long>(source.code_byte), matrix.level[0], static_cast<double>(matrix.center),

@@ -23,7 +23,7 @@ struct Case {
 
     // What the bytes mean, read back from where they lie by the header's words.
     std::vector<uint8_t> codes;                    // [N, K]
-    std::vector<double> scale, second;             // [N, blocks]
+    std::vector<double> scale, second;             // [N, blocks], with those of super-blocks
     std::vector<uint8_t> scale_bytes, second_bytes;  // [N, blocks] as stored
     std::vector<double> x;                         // [M, K]
     std::vector<double> global, bias;              // [N]
@@ -35,6 +35,9 @@ struct Case {
     uint8_t* code_at(int64_t n, int64_t k) const;  // the byte that holds the code
     uint8_t code(int64_t n, int64_t k) const;
     uint8_t* number_at(bool is_second, int64_t n, int64_t block) const;
+    double byte_value(uint8_t code) const;  // of an 8-bit code, before the second number
+    // What a super-block multiplies a stored number by; 1 without.
+    double super_number(bool is_second, int64_t n, int64_t block) const;
     void* y_at(int64_t m, int64_t n) const;
 };
 

@@ -211,7 +211,7 @@ float Layer::decoded(int64_t n, int64_t k) const {
     const q4_matrix& m = source.matrix;
     const auto block = static_cast<size_t>(n * source.blocks + k / m.block);
     const uint8_t code = source.codes[static_cast<size_t>(n * m.columns + k)];
-    auto value = m.bits == 8 ? static_cast<float>(static_cast<int8_t>(code)) : m.codebook[code];
+    auto value = m.bits == 8 ? static_cast<float>(source.byte_value(code)) : m.codebook[code];
     auto scale = static_cast<float>(source.scale[block]);
     if (layer.global_scale) {
         const float global = layer.global_scale[layer.global_count > 1 ? n : 0];

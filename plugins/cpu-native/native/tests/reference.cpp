@@ -4,7 +4,7 @@
 //   exact  n = K + 16: a term meets at most one addition for each in-feature (K filled up to 32), and a few products.
 //          |w| is the weight's own size: it is rounded once as a whole, however much scale * value and offset cancel.
 //   a8     n = 4 chunks + 16: whatever is below a chunk of 32 is whole numbers, which are not rounded. Here scale * value
-//          and offset are summed apart, so |w| is the sum of their sizes.
+//          and offset are summed apart, so |w| is the sum of their sizes; for 8 bits code and zero are, too.
 //   a16    the same: a half chunk's sum may be rounded once, as it becomes a float32.
 //
 // Each operation may also underflow by 2^-149, which later factors enlarge, the 2^64 of a shrunk row among them. The global
@@ -76,7 +76,7 @@ Weights weights_of(const Case& c, bool is_rounded) {
             const int code = c.codes[i];
             double plain, away = 0.0;
             if (m.bits == 8)
-                plain = static_cast<int8_t>(code);
+                plain = c.byte_value(c.codes[i]), away = m.second == Q4_ZERO ? second : 0.0;
             else if (m.second == Q4_ZERO)
                 plain = code, away = second;
             else if (is_word)
@@ -88,6 +88,7 @@ Weights weights_of(const Case& c, bool is_rounded) {
             const double offset = m.second == Q4_OFFSET ? second : 0.0;
             w.value[i] = scale * (plain - away) + offset;
             w.size[i] = is_rounded ? std::fabs(scale * (plain - away)) + std::fabs(offset) : std::fabs(w.value[i]);
+            if (is_rounded && m.bits == 8) w.size[i] = std::fabs(scale) * (std::fabs(plain) + std::fabs(away)) + std::fabs(offset);
             if (c.is_whole) {
                 w.unit[i] = std::min({lowest_bit(scale * plain), lowest_bit(scale * away), lowest_bit(offset)});
                 w.size[i] = std::fabs(scale) * (std::fabs(plain) + std::fabs(away)) + std::fabs(offset);

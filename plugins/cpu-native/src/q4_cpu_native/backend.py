@@ -47,7 +47,7 @@ _EXACT, _A8, _A16 = 0, 1, 2
 _NAMES = {_EXACT: "exact", _A8: "w4a8", _A16: "w4i16"}
 # Where both products take as long, on AVX2 and AVX-512 alike: benchmarks/results/spikes.json.
 _MOST_ONES_OF_ONE_ROW, _MOST_ONES = 0.3, 0.18
-_FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "int4", "q8_0")
+_FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "iq4_nl", "int4", "int8", "q8_0", "q8_affine")
 
 
 class CpuNative:
@@ -135,8 +135,7 @@ class CpuNative:
         meta = TileMeta.of(weight)
         matrix = matrix_of(meta)
         tiles = context.empty((matrix.prepared_bytes,), torch.uint8)
-        is_nested = weight.nested_scale is not None
-        arguments, sources = source_arguments(weight.with_plain_scale() if is_nested else weight, meta)
+        arguments, sources = source_arguments(weight.with_plain_scale() if meta.is_resolved else weight, meta)
         matrix.pack(*arguments, tiles.data_ptr(), torch.get_num_threads())
         del sources
         sides = [context.keep(tensor) for name, tensor in weight.tensors() if name in meta.sides]
@@ -170,7 +169,9 @@ class CpuNative:
         )
         sides = dict(zip(meta.sides, prepared.tensors[1:], strict=True))
         own = {"qdata": _packed(codes, spec.packing), "scale": scale, "offset": second, "zero": second}
-        if index is not None and "nested_scale" in spec.fields:
+        if index is not None and meta.super_blocks:  # as many to a row
+            sides = {name: side.view(spec.out_features, -1)[index].view(-1) for name, side in sides.items()}
+        elif index is not None and meta.is_resolved:
             names = tuple(name for name in spec.fields if not name.startswith("nested_"))
             spec, sides = attrs.evolve(spec, scale_kind=ScaleKind.PLAIN, fields=names), {}
         fields: dict[str, Any] = {name: sides.get(name, own.get(name)) for name in spec.fields}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4_cpu_native.tables import table_of, words_of
+from q4_cpu_native.tables import Table, table_of, words_of
 from q4core import ConfigError, Form, NibbleOrder, PackedWeight, ScaleKind, WeightSpec
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ SMALL_BLOCK, CHUNK = 16, 32
 """Blocks are of 16 in-features, of whole chunks, or of a whole row."""
 _NONE, _OFFSET, _ZERO = 0, 1, 2
 _ORDERS = {NibbleOrder.LOW_FIRST: 0, NibbleOrder.HIGH_FIRST: 1, NibbleOrder.HALF_SPLIT: 2, NibbleOrder.BYTES: 3}
-_SYMMETRIC_ZERO = 8.0
-_TWO_LEVELS = frozenset({ScaleKind.DOUBLE_QUANT, ScaleKind.SUPER_BLOCK})
-"""Their scales are resolved to float32 for the tiles."""
+_SIGNED_CENTER = 128.0
+"""The level of an 8-bit zero in two's complement."""
 
 
 @attrs.frozen
@@ -68,11 +67,12 @@ class TileMeta:
     def of(cls, weight: PackedWeight) -> TileMeta:
         """Return the layout of a weight."""
         second = weight.offset if weight.offset is not None else weight.zero
-        if weight.scale_kind in _TWO_LEVELS:
-            is_super = second is not None and weight.scale_kind is ScaleKind.SUPER_BLOCK
-            second_dtype = torch.float32 if is_super else None if second is None else second.dtype
-            return cls(WeightSpec.of(weight), torch.float32, second_dtype)
-        return cls(WeightSpec.of(weight), weight.scale.dtype, None if second is None else second.dtype)
+        scale_dtype, second_dtype = weight.scale.dtype, None if second is None else second.dtype
+        if weight.scale_kind is ScaleKind.DOUBLE_QUANT:
+            scale_dtype = torch.float32
+        elif weight.scale_kind is ScaleKind.SUPER_BLOCK and not _has_whole_groups(weight):
+            scale_dtype, second_dtype = torch.float32, None if second is None else torch.float32
+        return cls(WeightSpec.of(weight), scale_dtype, second_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as what JSON holds."""
@@ -95,7 +95,11 @@ class TileMeta:
         spec = WeightSpec.from_json(json.dumps(facts.get("spec")))
         has_second = any(field in spec.fields for field in ("offset", "zero"))
         dtypes = tuple(_DTYPES)
-        rules = (("layout", (_LAYOUT,)), ("scale_dtype", dtypes), ("second_dtype", dtypes if has_second else (None,)))
+        scales = {
+            ScaleKind.DOUBLE_QUANT: ("float32",),
+            ScaleKind.SUPER_BLOCK: ("float32", "uint8", "int8") if _are_whole_groups(spec) else ("float32",),
+        }.get(spec.scale_kind, dtypes)
+        rules = (("layout", (_LAYOUT,)), ("scale_dtype", scales), ("second_dtype", dtypes if has_second else (None,)))
         for name, known in rules:
             if (value := facts.get(name)) not in known:
                 rule = f"one of {', '.join(map(str, known))}"
@@ -104,13 +108,21 @@ class TileMeta:
         return cls(spec, _DTYPES[facts["scale_dtype"]], _DTYPES.get(facts["second_dtype"]))
 
     @property
+    def is_resolved(self) -> bool:
+        """Whether tiles hold float32 in place of two levels."""
+        return "nested_scale" in self.spec.fields and self.scale_dtype is torch.float32
+
+    @property
+    def super_blocks(self) -> int:
+        """Blocks of a super-block whose numbers the tiles hold; 0 without."""
+        is_super = self.spec.scale_kind is ScaleKind.SUPER_BLOCK and not self.is_resolved
+        return self.spec.nested_block_size if is_super else 0
+
+    @property
     def sides(self) -> tuple[str, ...]:
         """The fields that are stored unchanged, next to the tiles."""
-        # Tiles hold scales of one level; those of two are stored for export, a byte for each block.
-        tiled = {
-            ScaleKind.DOUBLE_QUANT: {"qdata", "offset", "zero"},
-            ScaleKind.SUPER_BLOCK: {"qdata", "zero"},
-        }.get(self.spec.scale_kind, {"qdata", "offset", "zero", "scale"})
+        # Tiles with resolved scales don't give back two levels; these are stored for export, a byte for each block.
+        tiled = {"qdata", "zero"} if self.is_resolved else {"qdata", "zero", "scale", "offset"}
         return tuple(name for name in self.spec.fields if name not in tiled)
 
     @property
@@ -138,9 +150,31 @@ class TileMeta:
     def values(self) -> tuple[float, ...]:
         """The value of each 4-bit code, before scale and second number."""
         if self.spec.format.form is Form.INTEGER:
-            base = _SYMMETRIC_ZERO if self.second_field is None else 0.0
+            base = float(self.spec.format.middle) if self.second_field is None else 0.0
             return tuple(code - base for code in range(16))
         return self.spec.format.codebook
+
+
+def _has_whole_groups(weight: PackedWeight) -> bool:
+    """Return whether tiles can hold a weight's super-blocks: of float16 numbers, none ending within a chunk."""
+    levels = [level for level in (weight.nested_scale, weight.nested_offset) if level is not None]
+    return _are_whole_groups(weight) and all(level.dtype is torch.float16 for level in levels)
+
+
+def _are_whole_groups(of: PackedWeight | WeightSpec) -> bool:
+    return of.block_size != SMALL_BLOCK or of.nested_block_size % 2 == 0
+
+
+def _is_signed(spec: WeightSpec) -> bool:
+    """Return whether 8-bit codes are in two's complement."""
+    return spec.format.form is Form.CODEBOOK and spec.format.codebook[-1] < 0
+
+
+def _bytes_table(meta: TileMeta) -> Table:
+    """Return the level of zero of 8-bit codes, which need no table."""
+    spec = meta.spec
+    middle = spec.format.middle if spec.format.form is Form.INTEGER and meta.second_field is None else 0.0
+    return Table((0,) * 16, _SIGNED_CENTER if _is_signed(spec) else float(middle), 1.0, None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -151,11 +185,11 @@ def matrix_of(meta: TileMeta) -> Matrix:
     spec = meta.spec
     is_nibble = spec.format.bits == 4  # noqa: PLR2004  # or 8
     values = meta.values if is_nibble else tuple([0.0] * 16)
-    table, words = (table_of(values), words_of(values)) if is_nibble else (table_of((0.0,) * 16), None)
+    table, words = (table_of(values), words_of(values)) if is_nibble else (_bytes_table(meta), None)
     kind = spec.scale_kind
     if kind is ScaleKind.E8M0:
         scale_type = 4
-    elif kind is ScaleKind.PLAIN or kind in _TWO_LEVELS:
+    elif kind in {ScaleKind.PLAIN, ScaleKind.DOUBLE_QUANT, ScaleKind.SUPER_BLOCK}:
         scale_type = _TYPES[meta.scale_dtype]
     else:
         scale_type = 3
@@ -165,14 +199,16 @@ def matrix_of(meta: TileMeta) -> Matrix:
         spec.out_features,
         spec.in_features,
         meta.block,
+        meta.super_blocks,
         spec.format.bits,
         scale_type,
         second,
         second_type,
+        not is_nibble and not _is_signed(spec),
         list(values),
         list(table.level),
         table.center,
-        table.step if is_nibble else 1.0,
+        table.step,
         list(words.word) if words else [0] * 16,
         words.step if words else 1.0,
     )
@@ -196,7 +232,11 @@ def source_arguments(weight: PackedWeight, meta: TileMeta) -> tuple[tuple[int, .
     else:
         size = second.element_size()
         numbers += [second.data_ptr(), second.stride(0) * size, second.stride(1) * size]
+    levels = [weight.nested_scale, weight.nested_offset] if meta.super_blocks else [None, None]
+    for level in levels:
+        step = 0 if level is None or level.dim() == 0 else level.stride(0) * level.element_size()
+        numbers += [0 if level is None else level.data_ptr(), step]
     packing = weight.packing
     order, half = _ORDERS[packing.order], packing.group // 2
-    sources = tuple(item for item in (qdata, scale, second) if item is not None)
+    sources = tuple(item for item in (qdata, scale, second, *levels) if item is not None)
     return (qdata.data_ptr(), row, group, byte, group_bytes, order, half, *numbers), sources

@@ -14,6 +14,8 @@ __all__ = ["Table", "Words", "table_of", "words_of"]
 
 _MOST_LEVEL = 24
 """Unsigned levels up to this leave the 16-bit sums of AVX2 in range, so that the fast instruction is usable."""
+_WIDE_CENTER = 128
+"""The level of zero where levels are wider."""
 _PEAKS = range(96, 125)
 """Largest levels to choose from, by the squared error.
 
@@ -65,26 +67,32 @@ def _squared_error(codebook: Sequence[float], step: float) -> float:
 
 @functools.lru_cache(maxsize=64)
 def table_of(codebook: tuple[float, ...]) -> Table:
-    """Return the levels of 16 values: exact where these are small multiples of 1 or 0.5, else rounded."""
+    """Return the levels of 16 values: exact where these are bytes or small multiples of 0.5, else rounded."""
     low = min(codebook)
     for step in (1.0, 0.5):
         levels = [(value - low) / step for value in codebook]
         if low / step == low // step and all(level == int(level) and level <= _MOST_LEVEL for level in levels):
             return Table(tuple(int(level) for level in levels), -low / step, step, None)
+    if all(value == int(value) and abs(value) < _WIDE_CENTER for value in codebook):
+        return Table(tuple(int(value) + _WIDE_CENTER for value in codebook), float(_WIDE_CENTER), 1.0, None)
     largest = max(abs(value) for value in codebook)
     step = min((largest / peak for peak in _PEAKS), key=lambda step: _squared_error(codebook, step))
     rounded = [round(value / step) for value in codebook]
-    return Table(tuple(level + 128 for level in rounded), 128.0, step, tuple(level * step for level in rounded))
+    levels = tuple(level + _WIDE_CENTER for level in rounded)
+    return Table(levels, float(_WIDE_CENTER), step, tuple(level * step for level in rounded))
 
 
 @functools.lru_cache(maxsize=64)
 def words_of(codebook: tuple[float, ...]) -> Words | None:
-    """Return the words of 16 values; None where ``table_of`` holds them exactly, and the kernels take its levels.
+    """Return the words of 16 values; None where ``table_of`` has narrow levels, which the kernels take.
 
     NF4's lie within ±7854, with a squared error of 1.3e-9 of the values' own.
     """
-    if table_of(codebook).values is None:
+    table = table_of(codebook)
+    if max(table.level) <= _MOST_LEVEL:
         return None
+    if table.values is None:
+        return Words(tuple(level - _WIDE_CENTER for level in table.level), table.step, None)
     largest = max(abs(value) for value in codebook)
     step = largest / _EXACT_PEAK
     word = tuple(round(value / step) for value in codebook)
