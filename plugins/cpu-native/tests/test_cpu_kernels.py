@@ -166,6 +166,33 @@ def test_wide_codes_keep_their_values(backend: CpuNative, format_: str, zero: to
             assert torch.equal(y.T, q4.dequantize(weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_order", [True, False])
+@pytest.mark.parametrize("factors", [None, torch.float32, torch.float16])
+def test_permuted_and_scaled_in_features(
+    backend: CpuNative, dtype: torch.dtype, has_order: bool, factors: torch.dtype | None
+) -> None:
+    """Act-order and factors of in-features give the bits of x permuted and multiplied beforehand, for any rows."""
+    weight = random_weight("int4", 40, 288)
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(288, generator=generator) if has_order else torch.arange(288)
+    factor = torch.ones(288) if factors is None else (torch.rand(288, generator=generator) + 0.5).to(factors)
+    sides: dict[str, torch.Tensor] = {"input_permutation": order} if has_order else {}
+    sides |= {} if factors is None else {"input_channel_scale": factor}
+    given = attrs.evolve(weight, **sides)
+    x = torch.randn(70, 288, generator=generator).to(dtype)
+    met = (x.float() * factor.float())[:, order]
+    for precision in ("exact", "int16", "int8"):
+        layer = layer_on(backend, given, precision, compute_dtype=dtype)
+        plain = layer_on(backend, weight, precision, compute_dtype=torch.float32)
+        y = layer(x)
+        assert torch.equal(y, plain(met).to(dtype))
+        assert torch.equal(y[:3], layer(x[:3]))
+        assert torch.equal(y[4], layer(x[4:5])[0])
+        for name, tensor in sides.items():
+            assert torch.equal(getattr(layer.packed_weight(), name), tensor)
+
+
 @pytest.mark.parametrize("format_", sorted(CpuNative.capabilities.formats))
 def test_free_range_error(backend: CpuNative, format_: str) -> None:
     """On activations of any value the exact path errs by rounding alone, int16 and int8 by their own steps."""

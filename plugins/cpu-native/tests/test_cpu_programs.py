@@ -13,6 +13,7 @@ import q4core as q4
 from q4_cpu_native import CpuNative
 from q4_dequant_fallback import DequantFallback
 from q4_programs import BoundLayer, Buffer, Op, Program, Step, View, bind
+from tests.support import samples
 from tests.support.cpu_layers import ISAS, random_weight
 
 if TYPE_CHECKING:
@@ -190,8 +191,45 @@ def test_embedded_rows_have_the_codecs_bits(registry: q4.Registry, form: str) ->
     bound = bind(Program(buffers, (step,), [(VOCABULARY, 192)]), [tokens, out], [layer], registry=registry)
     assert bound.record.backend == "cpu-native", bound.record.reasons
     bound()
-    source = q4.quantize(torch.randn(VOCABULARY, 192, generator=torch.Generator().manual_seed(VOCABULARY)), form)
+    source = random_weight(form, VOCABULARY, 192, VOCABULARY)
     assert torch.equal(out.view(3, 192), q4.dequantize(source, torch.float32, rows=tokens))
+
+
+@pytest.mark.parametrize("form", ["q4_0", "q4_1", "q8_affine"])
+def test_embedded_rows_of_super_blocks_have_the_codecs_bits(registry: q4.Registry, form: str) -> None:
+    """A row whose scales have two levels is the row that the codec decodes."""
+    weight = samples.random_weight(form, VOCABULARY, 512, q4.ScaleKind.SUPER_BLOCK)
+    layer = q4.Q4Linear(weight, registry=registry, config=q4.SessionConfig(device="cpu"))
+    tokens, out = torch.tensor([0, VOCABULARY - 1, 17]), torch.zeros(3 * 512)
+    buffers = Buffer("tokens", 3, torch.int64, True), Buffer("rows", 3 * 512, torch.float32, True)
+    step = Step(Op.EMBEDDING, (View(0, 1, 3),), (View(1, 3, 512),), 0)
+    bound = bind(Program(buffers, (step,), [(VOCABULARY, 512)]), [tokens, out], [layer], registry=registry)
+    assert bound.record.backend == "cpu-native", bound.record.reasons
+    bound()
+    assert torch.equal(out.view(3, 512), q4.dequantize(weight, torch.float32, rows=tokens))
+
+
+@pytest.mark.parametrize("op", [Op.LINEAR, Op.EMBEDDING])
+def test_products_take_permuted_in_features_and_embeddings_do_not(registry: q4.Registry, op: Op) -> None:
+    """A product of a layer with act-order and factors has the bits of its call; an embedding of it runs elsewhere."""
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(5))
+    weight = attrs.evolve(
+        random_weight("int4", 40, 96), input_permutation=order, input_channel_scale=torch.rand(96) + 0.5
+    )
+    layer = q4.Q4Linear(weight, registry=registry, config=q4.SessionConfig(device="cpu"))
+    x, out = torch.randn(3, 96), torch.zeros(3 * (40 if op is Op.LINEAR else 96))
+    given = x.flatten() if op is Op.LINEAR else torch.tensor([3, 0, 39])
+    buffers = Buffer("in", given.numel(), given.dtype, True), Buffer("out", out.numel(), torch.float32, True)
+    views = (View(0, 3, 96), View(1, 3, 40)) if op is Op.LINEAR else (View(0, 1, 3), View(1, 3, 96))
+    step = Step(op, views[:1], views[1:], 0)
+    bound = bind(Program(buffers, (step,), [(40, 96)]), [given, out], [layer], registry=registry)
+    bound()
+    if op is Op.LINEAR:
+        assert bound.record.backend == "cpu-native", bound.record.reasons
+        assert torch.equal(out.view(3, 40), layer(x))
+    else:
+        assert "another order or scaled" in str(bound.record.reasons)
+        assert torch.equal(out.view(3, 96), q4.dequantize(weight)[given])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 70])

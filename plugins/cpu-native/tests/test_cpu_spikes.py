@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 
@@ -36,6 +37,25 @@ def test_spikes_have_the_bits_of_the_exact_product(name: str, isa: str) -> None:
         x = torch.rand((5, 2, columns), generator=random) < torch.tensor([0.01, 0.15, 0.5, 0.0, 0.02])[:, None, None]
         with torch.no_grad():
             assert torch.equal(product.steps(x), torch.stack([product(step) for step in x]))
+
+
+def test_spikes_are_permuted_but_meet_no_factors() -> None:
+    """With act-order the sparse product has the bits of the exact one; with factors of in-features it is not run."""
+    order = torch.randperm(384, generator=torch.Generator().manual_seed(5))
+    weight = attrs.evolve(q4.quantize(torch.randn(40, 384), "int4"), input_permutation=order)
+    config = q4.SessionConfig(device="cpu", backend="cpu-native", activation_precision="exact")
+    x = torch.rand(7, 384) < 0.1
+    layer = q4.Q4Linear(weight, config=config)
+    product = SpikeProduct(layer)
+    with torch.no_grad():
+        assert torch.equal(product(x), layer(x.float()))
+    assert product.record.sparse == 1
+    layer = q4.Q4Linear(attrs.evolve(weight, input_channel_scale=torch.rand(384) + 0.5), config=config)
+    with pytest.warns(q4.Q4ProbeWarning, match="don't meet factors"):
+        product = SpikeProduct(layer)
+    with torch.no_grad():
+        assert torch.equal(product(x), layer(x.float()))
+    assert product.record.sparse == 0
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 131_072), (200, 4096)])

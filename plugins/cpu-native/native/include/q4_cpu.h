@@ -83,6 +83,14 @@ typedef struct {
     int64_t super_scale_step, super_second_step; /* from one to the next */
 } q4_source;
 
+/* How x meets a weight whose columns are stored in another order, or whose in-features have a factor each: stored column j
+ * meets x[order[j]] * factor[order[j]], rounded to float32. An entry of `order` that is no in-feature stands for x = 0. */
+typedef struct {
+    const int64_t *order; /* NULL or [K] */
+    const void *factor;   /* NULL or [K] */
+    int32_t factor_type;  /* one of those that x may have */
+} q4_inputs;
+
 /* One call; rows of x and y are contiguous along their last axis. */
 typedef struct {
     const uint8_t *tiles;
@@ -99,6 +107,7 @@ typedef struct {
     int32_t family;   /* q4_family */
     int32_t threads;
     int64_t *outlier_rows; /* NULL, or raised by the rows of x that had outliers: int8 and int16 alone */
+    q4_inputs inputs;
 } q4_call;
 
 int32_t q4_cpu_abi_version(void);
@@ -138,6 +147,7 @@ typedef struct {
     int64_t y_stride;  /* at least N */
     const float *bias; /* NULL or [N] */
     int32_t threads;
+    const int64_t *order; /* as in q4_inputs */
 } q4_spikes;
 int32_t q4_cpu_spikes(const q4_matrix *matrix, const q4_spikes *spikes, int32_t isa);
 
@@ -172,7 +182,7 @@ typedef struct {
     int64_t rows, columns, stride; /* from row to row, in elements: at least `columns` */
 } q4_view;
 
-/* A packed layer, as in a call. */
+/* A packed layer, as in a call; an embedding's has no inputs. */
 typedef struct {
     q4_matrix matrix;
     const uint8_t *tiles;
@@ -180,6 +190,7 @@ typedef struct {
     int64_t global_count;
     int32_t global_divides;
     int32_t family;
+    q4_inputs inputs;
 } q4_layer;
 
 #define Q4_MOST_INPUTS 4

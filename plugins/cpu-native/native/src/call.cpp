@@ -47,6 +47,32 @@ int32_t take_outliers(const q4_matrix& m, const Layout& at, uint32_t found, int6
     return most;
 }
 
+// What stored columns meet, from `first` on: elements of a row in their order, and 0 behind the row's end.
+void gather(const q4_matrix& m, const q4_inputs& inputs, const void* row, int size, int64_t first, uint8_t* to) {
+    std::memset(to, 0, static_cast<size_t>(kChunk * size));
+    const auto* from = static_cast<const uint8_t*>(row);
+    const int64_t here = std::min<int64_t>(kChunk, m.columns - first);
+    if (!inputs.order) std::memcpy(to, from + first * size, static_cast<size_t>(here * size));
+    for (int64_t j = 0; inputs.order && j < here; ++j) {
+        const int64_t place = inputs.order[first + j];
+        if (place < 0 || place >= m.columns) continue;
+        if (size == 4)
+            std::memcpy(to + 4 * j, from + 4 * place, 4);
+        else
+            std::memcpy(to + 2 * j, from + 2 * place, 2);
+    }
+}
+
+// Multiply 32 numbers by the factors of their in-features; returns what `widen` does.
+int32_t apply_factor(const q4_matrix& m, const q4_inputs& inputs, const Kernels& kernels, int64_t first, float* values, int32_t* large) {
+    alignas(64) uint8_t stored[kChunk * 4];
+    alignas(64) float factor[kChunk];
+    gather(m, inputs, inputs.factor, size_of(inputs.factor_type), first, stored);
+    kernels.widen(stored, inputs.factor_type, factor, large);
+    for (int j = 0; j < kChunk; ++j) factor[j] *= values[j];
+    return kernels.widen(reinterpret_cast<const uint8_t*>(factor), Q4_F32, values, large);
+}
+
 // Lay the rows of one pass out.
 void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kernels& kernels, const Pass& pass,
              const int64_t* index, const Rows& to, uint8_t* odd) {
@@ -68,12 +94,13 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
             const int64_t k = chunk * kChunk, here = std::min<int64_t>(kChunk, m.columns - k);
             const int64_t place = pass.first * at.chunks + chunk * pass.rows + r;
             const uint8_t* from = x + k * size;
-            if (here < kChunk) {
-                std::memset(tail, 0, sizeof tail);
-                from = static_cast<uint8_t*>(std::memcpy(tail, from, static_cast<size_t>(here * size)));
+            if (here < kChunk || c.inputs.order) {
+                gather(m, c.inputs, x, size, k, tail);
+                from = tail;
             }
             float* values = to.values ? to.values + place * kChunk : buffer;
             int32_t large, most = kernels.widen(from, c.x_type, values, &large);
+            if (c.inputs.factor) most = apply_factor(m, c.inputs, kernels, k, values, &large);
             is_odd |= most > kHuge;
             if (to.values) {
                 is_infinite |= most >= kInfinity;

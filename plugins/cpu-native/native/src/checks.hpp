@@ -75,12 +75,19 @@ inline bool are_sound(const q4_matrix& m, const int64_t* rows, int64_t count) {
     return true;
 }
 
+inline bool is_order(const int64_t* order) { return reinterpret_cast<uintptr_t>(order) % alignof(int64_t) == 0; }
+
+inline bool is_sound(const q4_inputs& inputs) {
+    if (!is_order(inputs.order)) return false;
+    return !inputs.factor || (is_activation_type(inputs.factor_type) && is_aligned(inputs.factor, inputs.factor_type));
+}
+
 inline bool is_sound(const q4_matrix& m, const q4_call* call) {
     if (!call) return false;
     const q4_call& c = *call;
     if (!c.tiles || !c.x || !c.y || c.threads < 1 || !is_size(c.x_rows)) return false;
     if (!is_activation_type(c.x_type) || !is_activation_type(c.y_type)) return false;
-    if (!is_family(c.family)) return false;
+    if (!is_family(c.family) || !is_sound(c.inputs)) return false;
     if (c.global_scale && ((c.global_count != 1 && c.global_count != m.rows) || !is_aligned(c.global_scale, Q4_F32))) return false;
     if (!is_aligned(c.x, c.x_type) || !is_aligned(c.y, c.y_type) || !is_aligned(c.bias, c.y_type)) return false;
     return c.x_rows == 1 || c.y_stride >= m.rows || c.y_stride <= -m.rows;
@@ -89,7 +96,7 @@ inline bool is_sound(const q4_matrix& m, const q4_call* call) {
 inline bool is_sound(const q4_matrix& m, const q4_spikes* spikes) {
     if (!spikes) return false;
     const q4_spikes& s = *spikes;
-    if (!s.tiles || !s.x || !s.y || s.threads < 1 || !is_size(s.rows)) return false;
+    if (!s.tiles || !s.x || !s.y || s.threads < 1 || !is_size(s.rows) || !is_order(s.order)) return false;
     if (s.global_scale && ((s.global_count != 1 && s.global_count != m.rows) || !is_aligned(s.global_scale, Q4_F32))) return false;
     return is_aligned(s.y, Q4_F32) && is_aligned(s.bias, Q4_F32) && (s.rows == 1 || s.y_stride >= m.rows);
 }

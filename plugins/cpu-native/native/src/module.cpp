@@ -79,9 +79,10 @@ class Matrix {
 
     // Returns how many rows of x had outliers.
     int64_t linear(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t x, int64_t x_rows,
-                int64_t x_stride, uintptr_t y, int64_t y_stride, uintptr_t bias, int type, int family, int threads,
-                int isa) const {
+                int64_t x_stride, uintptr_t y, int64_t y_stride, uintptr_t bias, int type, int family, int threads, int isa,
+                uintptr_t order, uintptr_t factor, int factor_type) const {
         q4_call call{};
+        call.inputs = {at<const int64_t>(order), at<const void>(factor), factor_type};
         call.tiles = at<const uint8_t>(tiles);
         call.global_scale = at<const float>(global), call.global_count = global_count, call.global_divides = divides;
         call.x = at<const void>(x), call.x_rows = x_rows, call.x_stride = x_stride, call.x_type = type;
@@ -94,9 +95,9 @@ class Matrix {
     }
 
     void spikes(uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, uintptr_t x, int64_t rows, uintptr_t y,
-                uintptr_t bias, int threads, int isa) const {
+                uintptr_t bias, int threads, int isa, uintptr_t order) const {
         const q4_spikes call{at<const uint8_t>(tiles), at<const float>(global), global_count, divides, at<const uint8_t>(x),
-                             rows, matrix_.columns, at<float>(y), matrix_.rows, at<const float>(bias), threads};
+                             rows, matrix_.columns, at<float>(y), matrix_.rows, at<const float>(bias), threads, at<const int64_t>(order)};
         // Spikes are worth their while up to about a fifth of all in-features.
         const double work = static_cast<double>(rows) * codes_of(matrix_.rows) / 8;
         run(work > kReleaseWork, [&] { check(q4_cpu_spikes(&matrix_, &call, isa)); });
@@ -122,7 +123,8 @@ class Program {
 
     // views: address, rows, columns and stride of each, inputs first. tiles: 0 where there is no packed layer.
     void add(int op, const std::vector<int64_t>& views, int inputs, const std::vector<double>& numbers, const Matrix* matrix,
-             uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, int family) {
+             uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, int family, uintptr_t order, uintptr_t factor,
+             int factor_type) {
         q4_step step{};
         const auto outputs = static_cast<int>(views.size() / 4) - inputs;
         if (program_ || inputs < 0 || inputs > Q4_MOST_INPUTS || outputs < 0 || outputs > Q4_MOST_OUTPUTS ||
@@ -137,7 +139,8 @@ class Program {
         layers_.push_back(nullptr);
         if (matrix) {
             layers_.back() = std::make_unique<q4_layer>(q4_layer{matrix->description(), at<const uint8_t>(tiles), at<const float>(global),
-                                                                 global_count, divides, family});
+                                                                 global_count, divides, family,
+                                                                 {at<const int64_t>(order), at<const void>(factor), factor_type}});
             work_ += static_cast<double>(matrix->prepared_bytes()) * (1.0 + static_cast<double>(views[1]) / 8);
         }
         steps_.push_back(step);
@@ -201,7 +204,7 @@ NB_MODULE(_native, module) {
     nb::class_<Program>(module, "Program")
         .def(nb::init<>())
         .def("add", &Program::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
-             nb::arg(), nb::arg())
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("bind", &Program::bind)
         .def("run", &Program::run)
         .def("outlier_rows", &Program::outlier_rows);

@@ -39,6 +39,7 @@ struct Linear {
         q4_matrix mine = layer.matrix, theirs = other.layer.matrix;
         mine.rows = theirs.rows = 1;
         return call.x == other.call.x && call.x_rows == other.call.x_rows && call.x_stride == other.call.x_stride &&
+               call.inputs.order == other.call.inputs.order && call.inputs.factor == other.call.inputs.factor &&
                call.family == other.call.family && std::memcmp(&mine, &theirs, sizeof mine) == 0 &&
                batch == call.x_rows && other.batch == call.x_rows;
     }

@@ -99,7 +99,7 @@ inline q4_call call_of(const q4_step& s) {
     c.x = s.inputs[0].data, c.x_rows = s.inputs[0].rows, c.x_stride = s.inputs[0].stride, c.x_type = Q4_F32;
     c.y = s.outputs[0].data, c.y_stride = s.outputs[0].stride, c.y_type = Q4_F32;
     if (s.input_count == 2) c.bias = s.inputs[1].data;
-    c.family = l.family, c.threads = 1;
+    c.family = l.family, c.threads = 1, c.inputs = l.inputs;
     return c;
 }
 
@@ -126,7 +126,7 @@ inline bool is_embedding(const q4_step& s) {
     if (!has_counts(s, s.layer ? 1 : 2, 1, 0) || !is_shape(tokens, 1, y.rows)) return false;
     if (!s.layer) return s.inputs[1].columns == y.columns;
     const q4_layer& l = *s.layer;
-    if (!is_sound(&l.matrix) || !l.tiles || l.matrix.columns != y.columns) return false;
+    if (!is_sound(&l.matrix) || !l.tiles || l.matrix.columns != y.columns || l.inputs.order || l.inputs.factor) return false;
     return !l.global_scale || ((l.global_count == 1 || l.global_count == l.matrix.rows) && is_aligned(l.global_scale, Q4_F32));
 }
 

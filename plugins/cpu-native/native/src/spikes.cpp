@@ -17,25 +17,30 @@ thread_local std::vector<Spike> t_spikes;
 thread_local std::vector<int64_t> t_starts;  // of each row of a batch in t_spikes, and where the last one ends
 
 // Add the spikes of a row of bytes.
-void add_row(const q4_matrix& m, const Layout& at, const uint8_t* x) {
-    const size_t first = t_spikes.size();
+void add_row(const q4_matrix& m, const Layout& at, const uint8_t* x, const int64_t* order) {
+    t_starts.push_back(static_cast<int64_t>(t_spikes.size()));
     int64_t last_half = -1;
+    const auto add = [&](int64_t column) {
+        Spike spike{place_of(m, at, column), 0.0f, 0.0f};
+        const int64_t half = column / 16;
+        spike.keep = half == last_half ? 1.0f : 0.0f;
+        spike.ends = 1.0f;
+        if (half == last_half) t_spikes.back().ends = 0.0f;
+        last_half = half;
+        t_spikes.push_back(spike);
+    };
+    for (int64_t column = 0; order && column < m.columns; ++column)
+        if (order[column] >= 0 && order[column] < m.columns && x[order[column]]) add(column);
+    if (order) return;
     for (int64_t k = 0; k < m.columns; k += 8) {
         uint64_t eight = 0;
         std::memcpy(&eight, x + k, static_cast<size_t>(std::min<int64_t>(8, m.columns - k)));
         while (eight) {
             const int byte = __builtin_ctzll(eight) / 8;
             eight &= ~(uint64_t{0xff} << 8 * byte);
-            Spike spike{place_of(m, at, k + byte), 0.0f, 0.0f};
-            const int64_t half = (k + byte) / 16;
-            spike.keep = half == last_half ? 1.0f : 0.0f;
-            spike.ends = 1.0f;
-            if (half == last_half) t_spikes.back().ends = 0.0f;
-            last_half = half;
-            t_spikes.push_back(spike);
+            add(k + byte);
         }
     }
-    t_starts.push_back(static_cast<int64_t>(first));
 }
 
 void run(const q4_matrix& m, const q4_spikes& s, const Kernels& kernels) {
@@ -43,7 +48,7 @@ void run(const q4_matrix& m, const q4_spikes& s, const Kernels& kernels) {
     const SpikeKernel kernel = kernels.spikes(m);
     for (int64_t first = 0, last = 0; first < s.rows; first = last) {
         t_spikes.clear(), t_starts.clear();
-        while (last < s.rows && static_cast<int64_t>(t_spikes.size()) < kBatchSpikes) add_row(m, at, s.x + last++ * s.x_stride);
+        while (last < s.rows && static_cast<int64_t>(t_spikes.size()) < kBatchSpikes) add_row(m, at, s.x + last++ * s.x_stride, s.order);
         t_starts.push_back(static_cast<int64_t>(t_spikes.size()));
         const Spike* spikes = t_spikes.data();  // the caller's own: threads have others
         const int64_t* starts = t_starts.data();

@@ -1,6 +1,7 @@
 #include "case.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <tuple>
 #include <utility>
@@ -268,6 +269,45 @@ void fill_row(Random& r, const Case& c, double* x) {
     for (int64_t k = 0; k < columns; ++k) x[k] = round_to(type, x[k]);
 }
 
+// Another order of x, or factors; powers of two, so that grids stay grids, or any.
+void choose_inputs(Random& r, Memory& memory, Case& c) {
+    const int64_t columns = c.matrix.columns;
+    q4_inputs& in = c.call.inputs;
+    if (r.chance(0.7)) {
+        auto* order = reinterpret_cast<int64_t*>(memory.take(columns * 8, 8 * r.between(0, 3), r.chance(0.2)));
+        for (int64_t k = 0; k < columns; ++k) order[k] = k;
+        for (int64_t k = columns; k > 1; --k) std::swap(order[k - 1], order[r.between(0, k - 1)]);
+        if (r.chance(0.1)) order[r.between(0, columns - 1)] = r.of<int64_t>({-1, 0, columns, INT64_MIN, INT64_MAX});
+        in.order = order;
+    }
+    if (in.order && r.chance(0.5)) return;
+    in.factor_type = r.of<int32_t>({Q4_F32, Q4_F32, Q4_BF16, Q4_F16});
+    const int64_t size = width(in.factor_type);
+    uint8_t* factor = memory.take(columns * size, size * r.between(0, 3), r.chance(0.2));
+    const bool is_fine = !c.is_whole && r.chance(0.5);
+    for (int64_t k = 0; k < columns; ++k) {
+        const double value = std::ldexp(is_fine ? 1.0 + r.uniform() : 1.0, static_cast<int>(r.between(-2, 2)));
+        encode(in.factor_type, round_to(in.factor_type, r.chance(0.1) ? -value : value), factor + k * size);
+    }
+    in.factor = factor;
+}
+
+// Write a row of x so that the stored columns meet those numbers, or nearly so.
+void write_row(const Case& c, const std::vector<double>& row, uint8_t* x) {
+    const q4_inputs& in = c.call.inputs;
+    const int32_t type = c.call.x_type;
+    for (int64_t k = 0; k < c.matrix.columns; ++k) {
+        const int64_t place = in.order ? in.order[k] : k;
+        if (place < 0 || place >= c.matrix.columns) continue;
+        double value = row[static_cast<size_t>(k)];
+        if (in.factor) value /= decode(in.factor_type, static_cast<const uint8_t*>(in.factor) + place * width(in.factor_type));
+        value = round_to(type, value);
+        // Next to infinities, finite sums may overflow: what is finite stays so.
+        if (std::isinf(value) && std::isfinite(row[static_cast<size_t>(k)])) value = std::copysign(1.0, value);
+        encode(type, value, x + place * width(type));
+    }
+}
+
 void choose_call(Random& r, Memory& memory, Case& c, const Sizes& sizes) {
     const q4_matrix& m = c.matrix;
     q4_call& call = c.call;
@@ -292,13 +332,13 @@ void choose_call(Random& r, Memory& memory, Case& c, const Sizes& sizes) {
         std::tie(span, origin) = lay_out(r, {{rows, &stride, may_repeat}}, columns * size, r.chance(0.4), size);
         return memory.take(span, r.between(0, 3) * size, r.chance(0.2)) + origin;
     };
+    if (r.chance(0.2)) choose_inputs(r, memory, c);
     uint8_t* x = place(m.columns, x_size, true);
     call.x = x, call.x_stride = stride / x_size;
     std::vector<double> row(static_cast<size_t>(m.columns));
     for (int64_t i = 0; i < rows; ++i) {
         fill_row(r, c, row.data());
-        for (int64_t k = 0; k < m.columns; ++k)
-            encode(call.x_type, row[static_cast<size_t>(k)], x + i * stride + k * x_size);
+        write_row(c, row, x + i * stride);
     }
     call.y = place(m.rows, y_size, false);
     call.y_stride = stride / y_size;
@@ -383,13 +423,22 @@ void Case::read_source() {
     }
 }
 
+double Case::input(int64_t i, int64_t k) const {
+    const q4_inputs& in = call.inputs;
+    const int64_t place = in.order ? in.order[k] : k;
+    if (place < 0 || place >= matrix.columns) return 0.0;
+    const double value = decode(call.x_type, static_cast<const uint8_t*>(call.x) + (i * call.x_stride + place) * width(call.x_type));
+    if (!in.factor) return value;
+    const auto* factor = static_cast<const uint8_t*>(in.factor) + place * width(in.factor_type);
+    return round_to(Q4_F32, value * decode(in.factor_type, factor));
+}
+
 void Case::read_call() {
     x.clear(), global.clear(), bias.clear();
-    const int64_t x_size = width(call.x_type), y_size = width(call.y_type);
-    const auto* from = static_cast<const uint8_t*>(call.x);
+    const int64_t y_size = width(call.y_type);
     for (int64_t i = 0; i < call.x_rows; ++i)
         for (int64_t k = 0; k < matrix.columns; ++k)
-            x.push_back(decode(call.x_type, from + (i * call.x_stride + k) * x_size));
+            x.push_back(input(i, k));
     for (int64_t n = 0; n < matrix.rows; ++n) {
         if (call.global_scale) global.push_back(static_cast<double>(call.global_scale[call.global_count > 1 ? n : 0]));
         if (call.bias) bias.push_back(decode(call.y_type, static_cast<const uint8_t*>(call.bias) + n * y_size));
@@ -404,7 +453,7 @@ std::string Case::told() const {
     std::snprintf(text, sizeof text,
                   "M=%ld N=%ld K=%ld block=%ld super=%ld bits=%d%s scale=%s second=%s:%s order=%s half=%d group_bytes=%ld "
                   "codes(row %ld, group %ld, byte %ld) level0=%d center=%g step=%g family=%s x=%s:%ld y=%s:%ld threads=%d "
-                  "global=%ld%s bias=%d whole=%d",
+                  "global=%ld%s bias=%d order=%d factor=%d whole=%d",
                   static_cast<long>(call.x_rows), static_cast<long>(matrix.rows), static_cast<long>(matrix.columns),
                   static_cast<long>(matrix.block), static_cast<long>(matrix.super_blocks), matrix.bits,
                   matrix.is_unsigned ? " unsigned" : "", type_name(matrix.scale_type), seconds[matrix.second],
@@ -414,7 +463,7 @@ std::string Case::told() const {
                   static_cast<double>(matrix.step), families[call.family], type_name(call.x_type),
                   static_cast<long>(call.x_stride), type_name(call.y_type), static_cast<long>(call.y_stride), call.threads,
                   static_cast<long>(call.global_scale ? call.global_count : 0), call.global_divides ? " divides" : "",
-                  call.bias != nullptr, is_whole);
+                  call.bias != nullptr, call.inputs.order != nullptr, call.inputs.factor != nullptr, is_whole);
     return text;
 }
 

@@ -25,13 +25,14 @@ struct Case {
     std::vector<uint8_t> codes;                    // [N, K]
     std::vector<double> scale, second;             // [N, blocks], with those of super-blocks
     std::vector<uint8_t> scale_bytes, second_bytes;  // [N, blocks] as stored
-    std::vector<double> x;                         // [M, K]
+    std::vector<double> x;                         // [M, K], as stored columns meet it
     std::vector<double> global, bias;              // [N]
 
     void read_source();
     void read_call();
     std::string told() const;
 
+    double input(int64_t i, int64_t k) const;      // what column k meets
     uint8_t* code_at(int64_t n, int64_t k) const;  // the byte that holds the code
     uint8_t code(int64_t n, int64_t k) const;
     uint8_t* number_at(bool is_second, int64_t n, int64_t block) const;

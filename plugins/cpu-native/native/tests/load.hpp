@@ -51,7 +51,7 @@ class Load {
                (wanted_.empty() || std::memcmp(y_.data(), wanted_.data(), y_.size() * sizeof(float)) == 0);
     }
 
-    q4_layer layer() const { return {matrix_, tiles_.data(), nullptr, 0, 0, call_.family}; }
+    q4_layer layer() const { return {matrix_, tiles_.data(), nullptr, 0, 0, call_.family, {}}; }
 
   private:
     int32_t isa_;

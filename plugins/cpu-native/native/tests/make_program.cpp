@@ -85,7 +85,7 @@ class Maker {
         uint8_t* tiles = memory_.take(q4_cpu_prepared_bytes(&c.matrix));
         if (q4_cpu_pack(&c.matrix, &c.source, tiles, 1) != 0) throw std::runtime_error("q4_cpu_pack failed");
         made->call = c.call, made->call.tiles = tiles;
-        made->layer = {c.matrix, tiles, c.call.global_scale, c.call.global_count, c.call.global_divides, c.call.family};
+        made->layer = {c.matrix, tiles, c.call.global_scale, c.call.global_count, c.call.global_divides, c.call.family, c.call.inputs};
         made_.layers.push_back(std::move(made));
         return *made_.layers.back();
     }

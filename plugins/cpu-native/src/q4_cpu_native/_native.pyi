@@ -46,6 +46,9 @@ class Program:
         count: int,
         divides: bool,
         family: int,
+        order: int,
+        factor: int,
+        factor_type: int,
         /,
     ) -> None: ...
     def bind(self, threads: int, isa: int, /) -> int: ...

@@ -73,6 +73,8 @@ class CpuNative:
             Feature.FLOAT_ZERO_POINT,
             Feature.TAIL_BLOCK,
             Feature.ROW_GLOBAL_SCALE,
+            Feature.INPUT_PERMUTATION,
+            Feature.INPUT_CHANNEL_SCALE,
             Feature.GRADIENTS,
         },
     )
@@ -213,6 +215,7 @@ class CpuNative:
         if call.place is not None:
             given = _global_scale(prepared)
             address, count = given.data_ptr(), given.numel()
+        order, factor, factor_type = prepared.meta.inputs_of(tensors) if call.has_inputs else (0, 0, 0)
         rows = x.shape[0]
         rows_with_outliers: int = call.linear(
             tensors[0].data_ptr(),
@@ -229,12 +232,22 @@ class CpuNative:
             self._families[path],
             torch.get_num_threads(),
             self._isa,
+            order,
+            factor,
+            factor_type,
         )
         return rows_with_outliers
 
     def spikes(self, prepared: Prepared, x: torch.Tensor, out: torch.Tensor, *, bias: torch.Tensor | None) -> None:
-        """Run one native call, with the bits of the exact product."""
+        """Run one native call, with the bits of the exact product.
+
+        Raises:
+            PrepareError: In-features have factors of their own, which spikes don't meet.
+        """
         call = prepared.meta.call
+        order, factor, _ = prepared.meta.inputs_of(prepared.tensors) if call.has_inputs else (0, 0, 0)
+        if factor:
+            raise PrepareError([Reason(ReasonCode.FEATURE, "spikes don't meet factors of in-features")])
         given = None if call.place is None else _global_scale(prepared)
         call.matrix.spikes(
             prepared.tensors[0].data_ptr(),
@@ -247,6 +260,7 @@ class CpuNative:
             0 if bias is None else bias.data_ptr(),
             torch.get_num_threads(),
             self._isa,
+            order,
         )
 
     def spike_limit(self, rows: int) -> float:

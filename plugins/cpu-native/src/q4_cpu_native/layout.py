@@ -13,7 +13,7 @@ from q4_cpu_native.tables import Table, table_of, words_of
 from q4core import ConfigError, Form, NibbleOrder, PackedWeight, ScaleKind, WeightSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from q4_cpu_native._native import Matrix
 
@@ -36,6 +36,7 @@ SMALL_BLOCK, CHUNK = 16, 32
 """Blocks are of 16 in-features, of whole chunks, or of a whole row."""
 _NONE, _OFFSET, _ZERO = 0, 1, 2
 _ORDERS = {NibbleOrder.LOW_FIRST: 0, NibbleOrder.HIGH_FIRST: 1, NibbleOrder.HALF_SPLIT: 2, NibbleOrder.BYTES: 3}
+_INPUTS = frozenset({"input_permutation", "input_channel_scale"})
 _SIGNED_CENTER = 128.0
 """The level of an 8-bit zero in two's complement."""
 
@@ -53,6 +54,8 @@ class Call:
     place: int | None
     """Of the global scale among the prepared tensors."""
     divides: bool
+    has_inputs: bool
+    """Whether x is permuted or scaled first."""
 
 
 @attrs.frozen(cache_hash=True)
@@ -144,7 +147,15 @@ class TileMeta:
         place = 1 + self.sides.index("global_scale") if "global_scale" in self.sides else None
         divides = spec.scale_kind is ScaleKind.E4M3_DIV
         matrix = matrix_of(self)
-        return Call(matrix, matrix.linear, spec.out_features, spec.in_features, place, divides)
+        has_inputs = not _INPUTS.isdisjoint(spec.fields)
+        return Call(matrix, matrix.linear, spec.out_features, spec.in_features, place, divides, has_inputs)
+
+    def inputs_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+        """Return where x's permutation and factors lie among what was prepared (or 0), and the factors' type."""
+        sides = dict(zip(self.sides, tensors[1:], strict=True))
+        order, factor = sides.get("input_permutation"), sides.get("input_channel_scale")
+        given = (0, 0) if factor is None else (factor.data_ptr(), _TYPES[factor.dtype])
+        return (0 if order is None else order.data_ptr(), *given)
 
     @property
     def values(self) -> tuple[float, ...]:

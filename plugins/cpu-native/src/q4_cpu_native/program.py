@@ -68,7 +68,7 @@ class NativeRunner:
         inputs, numbers = len(step.inputs), [*step.numbers]
         if step.op is Op.LINEAR:
             numbers = numbers or [0.0]
-        matrix, facts = None, (0, 0, 0, False, 0)
+        matrix, facts = None, (0, 0, 0, False, 0, 0, 0, 0)
         if layer is not None:
             meta: TileMeta = layer.prepared.meta
             call, tensors = meta.call, layer.prepared.tensors
@@ -89,7 +89,10 @@ class NativeRunner:
                     views[4:4] = [layer.bias.data_ptr(), 1, call.out_features, call.out_features]
                     inputs, numbers = 2, [1.0]
                     self._tensors.append(layer.bias)
-            matrix, facts = call.matrix, (tensors[0].data_ptr(), address, count, call.divides, family)
+            if call.has_inputs and step.op is not Op.LINEAR:
+                raise _refusal(step, "the in-features are stored in another order or scaled")
+            inputs_of = meta.inputs_of(tensors) if call.has_inputs else (0, 0, 0)
+            matrix, facts = call.matrix, (tensors[0].data_ptr(), address, count, call.divides, family, *inputs_of)
         self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts)
 
     def __call__(self) -> list[int]:

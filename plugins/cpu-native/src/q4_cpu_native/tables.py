@@ -78,8 +78,8 @@ def table_of(codebook: tuple[float, ...]) -> Table:
     largest = max(abs(value) for value in codebook)
     step = min((largest / peak for peak in _PEAKS), key=lambda step: _squared_error(codebook, step))
     rounded = [round(value / step) for value in codebook]
-    levels = tuple(level + _WIDE_CENTER for level in rounded)
-    return Table(levels, float(_WIDE_CENTER), step, tuple(level * step for level in rounded))
+    wide = tuple(level + _WIDE_CENTER for level in rounded)
+    return Table(wide, float(_WIDE_CENTER), step, tuple(level * step for level in rounded))
 
 
 @functools.lru_cache(maxsize=64)
