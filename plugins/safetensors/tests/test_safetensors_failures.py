@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def _unlock_only(staging: Staging) -> None:
     """Let go of a writer's lock, as the end of the process does, and remove nothing."""
-    assert staging._lock is not None
-    os.close(staging._lock)
+    if staging._lock is not None:  # a crash before the lock has nothing to release
+        os.close(staging._lock)
 
 
 class Crash(BaseException):
