@@ -223,8 +223,9 @@ class Mlx(Dialect):
         """
         self.check_writable(module, weight, features=(Feature.OFFSET,))
         mode, bits = _BY_FORMAT[weight.format.name]
-        if mode == "nvfp4" and weight.scale_kind is not ScaleKind.E4M3:
-            rule = "e4m3 without a global scale"
+        total = weight.global_scale
+        if mode == "nvfp4" and weight.scale_kind is not ScaleKind.E4M3 and (total is None or bool((total != 1).any())):
+            rule = "e4m3 without a global scale, or with one of 1"
             raise self.refusal(module, "scale levels", rule, weight.scale_kind.value)
         if mode == "affine" and (weight.block_size not in _GROUPS or weight.in_features % weight.block_size):
             rule = f"one of {', '.join(map(str, _GROUPS))}, and a divisor of K = {weight.in_features}"
