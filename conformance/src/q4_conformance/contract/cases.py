@@ -173,7 +173,7 @@ def _linear_cases(kind: Format) -> Iterator[Case]:
             yield attrs.evolve(case, dtype=torch.bfloat16)
     for contract, part, text in (
         ("TC-09", "bias", "the bias is added before the one rounding"),
-        ("TC-09", "leading", "leading dimensions are kept, and M = 0 gives an empty result"),
+        ("TC-09", "leading", "leading dimensions are preserved, and M = 0 gives an empty result"),
         ("TC-09", "out", "out= is written completely and returned"),
         ("TC-11", "strided", "inputs that are not contiguous are refused by a typed error or computed right"),
     ):
@@ -223,7 +223,7 @@ def _called_cases(base: WeightRecipe) -> Iterator[Case]:
         ("EX-03", "inference", "inference", "without autograd, or in inference mode, the bits are the same"),
         ("EX-04", "threads", "threads", "threads that share a session and its layers get the bits that one alone gets"),
         ("EX-05", "gradient", "gradient", "the gradient to the input is there and exact"),
-        ("EX-03", "changed", "changed", "what x and the bias hold counts, not what stood there before"),
+        ("EX-03", "changed", "changed", "what x and the bias hold now counts, not what they held before"),
         ("EX-04", "neighbours", "neighbours", "layers of other sizes change nothing of one another"),
         ("EX-08", "unmodified", "unmodified", "nothing but the result is written"),
         ("EX-08", "last-page", "last_page", "nothing is read past the end of a buffer"),
@@ -240,7 +240,7 @@ def _called_cases(base: WeightRecipe) -> Iterator[Case]:
         ("EX-10", "non-finite", "non_finite", "NaN and infinity stay in their row, and stay visible"),
     ):
         yield from _and_coarse(Case(contract, part, text, name, recipe=long, rows=(2, 129)))
-    counted, text = attrs.evolve(base, n=67), "right for every number of threads that torch is told to use"
+    counted, text = attrs.evolve(base, n=67), "right for every number of threads that torch is set to use"
     yield from _all_ways(Case("EX-04", "counts", text, "thread_counts", recipe=counted, rows=(1, 3, 67)))
 
 
@@ -278,14 +278,14 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         ("TC-18", "calls", "calls", "10,000 calls: the same bits, memory flat"),
         ("TC-18", "varied", "varied_calls", "600 numbers of rows and 300 threads: memory flat"),
         ("EX-03", "modes", "modes", "autocast and default dtypes change no bits"),
-        ("EX-08", "settings", "settings", "what torch and numpy hold for everybody is left alone"),
+        ("EX-08", "settings", "settings", "process-wide state of torch and numpy is left alone"),
         ("EX-15", "forked", "forked", "a process forked after a call gets the bits of its parent"),
         ("TC-18", "quantiser", "quantise_calls", "10,000 quantiser calls: the reference's bytes, memory flat"),
         ("TC-19", "native", "ste_native", "linear_ste by the native quantiser has the analytic gradients"),
         ("TC-20", "frozen", "train_through", "1,000 steps through a frozen layer: falling loss, memory flat"),
         ("EX-07", "opcheck", "opcheck", "torch.library.opcheck passes"),
         ("EX-07", "compile", "compile", "torch.compile(fullgraph=True) gives eager's bits"),
-        ("EX-12", "isolation", "isolation", "broken plugins beside it change nothing; a namesake stops it, told"),
+        ("EX-12", "isolation", "isolation", "broken plugins next to it change nothing; a namesake is an error"),
         ("EX-13", "stochastic", "stochastic", "stochastic rounding is unbiased"),
         ("EX-15", "copies", "copies", "copied and moved layers give the same bits, codes and scales stay"),
         ("EX-15", "elsewhere", "elsewhere", "a layer pickled to a new process gives the same bits there"),
@@ -294,10 +294,7 @@ def _backend_cases(kind: Format) -> Iterator[Case]:
         case = of_backend(contract, part, text, name, recipe=base, rows=rows, is_slow=name in _SLOW)
         yield from _and_coarse(case) if name in _ABOUT_CALLS else (case,)
     for part, text in (
-        (
-            "numbers",
-            "spikes give float64's numbers, and the same bits whatever stands or runs beside them",
-        ),
+        ("numbers", "spikes give float64's numbers, and the same bits among any rows and on any threads"),
         ("pages", "nothing is read or written past the end of a tensor"),
         ("quiet", "a product of spikes makes no tensor"),
     ):
@@ -356,7 +353,7 @@ def program_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> t
     cases = [of_program("operations", text, "program_operations")]
     for part, text in (
         ("packed", "packed products and rows have the bits of their layers"),
-        ("whole", "a block of a decoder has the bits of its steps one by one, whatever the threads"),
+        ("whole", "a block of a decoder has the bits of its steps one by one, on any number of threads"),
         ("pages", "nothing is read or written past the end of a buffer"),
         ("refused", "numbers out of range and buffers that changed are typed errors, before anything is written"),
         ("quiet", "a run makes no tensor"),

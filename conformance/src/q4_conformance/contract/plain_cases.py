@@ -29,7 +29,7 @@ def core_cases() -> tuple[Case, ...]:
     rows = (
         ("TC-01", "detect", "detect_nf4", ".weight/.absmax/.quant_map is NF4, with the right keys"),
         ("TC-02", "detect", "detect_nvfp4", ".qdata/.scale is NVFP4, with the right keys"),
-        ("TC-03", "validate", "validate", "every problem is told at once"),
+        ("TC-03", "validate", "validate", "every problem is reported at once"),
         ("TC-06", "bare", "bare", "the core and the reference alone run, without compiled code of ours"),
         ("TC-07", "prefer", "prefer_unified", "PREFER_UNIFIED falls back with a reason and the same numbers"),
         ("TC-08", "require", "require_unified", "REQUIRE_UNIFIED fails at once, naming the attributes"),
@@ -37,7 +37,7 @@ def core_cases() -> tuple[Case, ...]:
         ("TC-19", "gradients", "ste_gradients", "linear_ste has the analytic gradients"),
         ("TC-20", "training", "train_long", "1,000 steps: finite gradients, falling loss, memory flat"),
         ("TC-23", "activation", "prefer_activation", "PREFER_UNIFIED never copies an activation"),
-        ("EX-12", "plugins", "core_isolation", "a broken plugin is recorded and told, and stops nobody"),
+        ("EX-12", "plugins", "core_isolation", "a broken plugin is recorded and reported, and stops no other"),
     )
     return _cases("core", rows)
 
@@ -45,7 +45,7 @@ def core_cases() -> tuple[Case, ...]:
 def dialect_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> tuple[Case, ...]:
     """Return the cases that concern a dialect, for each format that it may hold."""
     rows = (
-        ("TC-03", "validate", "dialect_validate", "every damage is told by its key, all at once"),
+        ("TC-03", "validate", "dialect_validate", "every damage is reported by its key, all at once"),
         ("EX-11", "golden", "dialect_golden", "golden layers give the package's numbers, and their own bytes again"),
         ("EX-11", "round", "dialect_round", "written and read, a weight is the same, bit for bit"),
         ("EX-11", "convert", "dialect_convert", "to other dialects of the format and back: the same bytes, or refused"),
@@ -65,7 +65,7 @@ def memory_cases() -> tuple[Case, ...]:
         ("TC-07", "capability", "capability", "the provider says of each device whether, why, by which attributes"),
         ("TC-07", "promoted", "prefer_provider", "PREFER_UNIFIED promotes or falls back with a reason, same numbers"),
         ("TC-08", "refused", "require_provider", "REQUIRE_UNIFIED fails at once, naming the provider's attributes"),
-        ("TC-21", "convert", "convert_managed", "managed, data and shape kept, both views show the same bytes"),
+        ("TC-21", "convert", "convert_managed", "managed, same data and shape, both views show the same bytes"),
         ("TC-21", "empty", "managed_empty", "empty tensors never share bytes, and give them back"),
         ("TC-22", "mutable", "mutable_variable", "Q4_DISABLE_UM=0 promotes a mutable tensor, 1 does not"),
         ("TC-23", "storage", "managed_activation", "the same storage comes back: no allocation, no copy, counted"),
@@ -80,6 +80,6 @@ def layer_cases() -> tuple[Case, ...]:
         ("gradients", "gradients are what differences show; straight-through ones of parameters are finite"),
         ("state", "loaded, copied and moved layers give the same bits"),
         ("training", "some steps lower the loss, with a finite gradient of each parameter"),
-        ("lifetime", "layers and tensors that were let go are gone"),
+        ("lifetime", "layers and tensors that were released are gone"),
     )
     return _cases("layer", [("EX-20", part, f"layer_{part}", text) for part, text in rows])
