@@ -60,11 +60,8 @@ def _evolving_layers(**facts: Any) -> Callable[[Any], Any]:
     """Let a dialect's layers be found with other facts."""
 
     def put(found: Any) -> Any:
-        def find(dialect: Any, catalogue: Any) -> list[Any]:
-            return [
-                attrs.evolve(item, **{key: value(item) for key, value in facts.items()})
-                for item in found(dialect, catalogue)
-            ]
+        def find(*given: Any) -> list[Any]:
+            return [attrs.evolve(item, **{key: value(item) for key, value in facts.items()}) for item in found(*given)]
 
         return find
 

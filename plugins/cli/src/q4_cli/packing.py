@@ -20,7 +20,7 @@ __all__ = ["Others", "Packing", "make_recipe", "nothing_to_pack", "split_tensors
 
 _DENSE = {**dict.fromkeys(("*embed*", "*embd*", "*wte*", "*wpe*"), "an embedding"), "lm_head": "the output head"}
 """What stays dense unless it is included, as transformers' quantizers leave it."""
-_PREFERRED = ("bitsandbytes", "modelopt", "compressed-tensors", "torchao", "simple")
+_PREFERRED = ("bitsandbytes", "modelopt-nvfp4", "torchao-mxfp4", "compressed-tensors", "torchao", "modelopt", "simple")
 _KINDS = tuple(map(q4.ScaleKind, ("e4m3_mul", "e4m3_div", "e8m0", "plain", "e4m3", "double_quant")))
 """In this order they are tried: those with the smaller error first."""
 _CHUNK_ELEMENTS = 1 << 22
