@@ -390,7 +390,7 @@ def test_a_source_tree_is_enough(tmp_path: Path) -> None:
     assert {"nf4 exact", dense.NAME} <= set(result["stages"]["gemv"]["tables"][0]["calls"])
     assert result["stages"]["cases"]["reports"]["dequant-fallback, nf4"]["passed"]
     assert result["stages"]["probe"]["runs"]["warm"]["layers"]["nf4"]["probe_ms"] > 0
-    assert "proves the plumbing" in done.stdout
+    assert "checks the plumbing" in done.stdout
 
 
 @pytest.mark.soak

@@ -12,6 +12,7 @@ import torch
 from cases import BUILDERS
 
 import q4core as q4
+from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,7 +195,7 @@ def test_packed_integers_that_nothing_explains_are_no_dense_tensors(tensors: Ten
         q4.open(path)
     assert all(key.removeprefix("proj.") in str(caught.value) for key in tensors)
     command = [sys.executable, "-m", "q4_cli", "inspect", str(path)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)  # our own command
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=scaled(120))
     assert answer.returncode != 0
     assert "dense tensor" not in answer.stdout.split("no layer")[0]
     norm = {
