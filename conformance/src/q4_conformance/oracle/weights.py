@@ -261,6 +261,7 @@ def _super_block(recipe: WeightRecipe, shape: tuple[int, ...], random: np.random
     if recipe.has_edges:
         second[2 % len(second)], second[3 % len(second)] = 2.0**-24, _LARGE / 64
     fields = {"nested_scale": torch.from_numpy(second.reshape(-1)).to(torch.float16)}
+    scale: NDArray[Any]
     if recipe.format.has_offset:  # 6 bits each, as in Q4_K and Q5_K
         scale = random.integers(4, 64, size=shape, dtype=np.uint8)
         offset = random.integers(4, 64, size=shape, dtype=np.uint8)
