@@ -106,6 +106,32 @@ def test_two_levels_of_scales(format_: str) -> None:
     _assert_same(again.packed_weight(), weight)
 
 
+@pytest.mark.parametrize("fields", [("input_permutation",), ("input_channel_scale",), None])
+@pytest.mark.parametrize(
+    ("format_", "kind", "columns"),
+    [
+        ("q4_1", ScaleKind.SUPER_BLOCK, 512),  # tiles hold the levels
+        ("q4_1", ScaleKind.SUPER_BLOCK, 48),  # an odd number of blocks of 16: tiles hold float32
+        ("nf4", ScaleKind.DOUBLE_QUANT, 256),
+        ("int4", ScaleKind.PLAIN, 256),
+    ],
+)
+def test_rows_have_their_order_and_factors(
+    format_: str, kind: ScaleKind, columns: int, fields: tuple[str, ...] | None
+) -> None:
+    """Some rows of a weight whose in-features are permuted or multiplied are those of the whole."""
+    inputs = {
+        "input_permutation": torch.randperm(columns, generator=torch.Generator().manual_seed(2)),
+        "input_channel_scale": torch.linspace(0.5, 2.0, columns),
+    }
+    block = {"block": 16} if columns == 48 else {}
+    chosen = {name: inputs[name] for name in fields or inputs}
+    weight = kinds_of_weight(format_, 24, columns, kind, **block, **chosen)
+    layer = _layer(weight)
+    assert torch.equal(layer.rows(torch.tensor([5, 0, 23])), q4.dequantize(weight)[[5, 0, 23]])
+    _assert_same(layer.packed_weight(), weight)
+
+
 @pytest.mark.parametrize("columns", [8, 40, 100])
 def test_a_block_for_each_row_may_have_any_length(columns: int) -> None:
     """Checkpoints that store no block size give one of K to a row with one scale: it needs no multiple of 32."""

@@ -47,6 +47,7 @@ _EXACT, _A8, _A16 = 0, 1, 2
 _NAMES = {_EXACT: "exact", _A8: "w4a8", _A16: "w4i16"}
 # Where both products take as long, on AVX2 and AVX-512 alike: benchmarks/results/spikes.json.
 _MOST_ONES_OF_ONE_ROW, _MOST_ONES = 0.3, 0.18
+_LEVELS = frozenset({"nested_scale", "nested_offset"})
 _FORMATS = ("nf4", "fp4", "nvfp4", "mxfp4", "q4_0", "q4_1", "iq4_nl", "int4", "int8", "q8_0", "q8_affine")
 
 
@@ -172,10 +173,12 @@ class CpuNative:
         sides = dict(zip(meta.sides, prepared.tensors[1:], strict=True))
         own = {"qdata": _packed(codes, spec.packing), "scale": scale, "offset": second, "zero": second}
         if index is not None and meta.super_blocks:  # as many to a row
-            sides = {name: side.view(spec.out_features, -1)[index].view(-1) for name, side in sides.items()}
+            for name in _LEVELS & sides.keys():
+                sides[name] = sides[name].view(spec.out_features, -1)[index].view(-1)
         elif index is not None and meta.is_resolved:
             names = tuple(name for name in spec.fields if not name.startswith("nested_"))
-            spec, sides = attrs.evolve(spec, scale_kind=ScaleKind.PLAIN, fields=names), {}
+            spec = attrs.evolve(spec, scale_kind=ScaleKind.PLAIN, fields=names)
+            sides = {name: side for name, side in sides.items() if name not in {"scale", "offset"}}
         fields: dict[str, Any] = {name: sides.get(name, own.get(name)) for name in spec.fields}
         if index is not None and "global_scale" in fields and fields["global_scale"].numel() > 1:
             fields["global_scale"] = fields["global_scale"][index]
@@ -215,7 +218,7 @@ class CpuNative:
         if call.place is not None:
             given = _global_scale(prepared)
             address, count = given.data_ptr(), given.numel()
-        order, factor, factor_type = prepared.meta.inputs_of(tensors) if call.has_inputs else (0, 0, 0)
+        order, factor, factor_type = call.inputs_of(tensors) if call.has_inputs else (0, 0, 0)
         rows = x.shape[0]
         rows_with_outliers: int = call.linear(
             tensors[0].data_ptr(),
@@ -245,7 +248,7 @@ class CpuNative:
             PrepareError: In-features have factors of their own, which spikes don't meet.
         """
         call = prepared.meta.call
-        order, factor, _ = prepared.meta.inputs_of(prepared.tensors) if call.has_inputs else (0, 0, 0)
+        order, factor, _ = call.inputs_of(prepared.tensors) if call.has_inputs else (0, 0, 0)
         if factor:
             raise PrepareError([Reason(ReasonCode.FEATURE, "spikes don't meet factors of in-features")])
         given = None if call.place is None else _global_scale(prepared)

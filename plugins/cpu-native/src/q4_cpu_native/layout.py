@@ -54,8 +54,20 @@ class Call:
     place: int | None
     """Of the global scale among the prepared tensors."""
     divides: bool
+    order: int | None
+    """Of the in-features' permutation among the prepared tensors."""
+    factor: int | None
+    """Of the in-features' factors among them."""
     has_inputs: bool
-    """Whether x is permuted or scaled first."""
+    """Whether x is permuted or multiplied first."""
+
+    def inputs_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+        """Return where x's permutation and factors lie among what was prepared (or 0), and the factors' type."""
+        order = 0 if self.order is None else tensors[self.order].data_ptr()
+        if self.factor is None:
+            return order, 0, 0
+        factor = tensors[self.factor]
+        return order, factor.data_ptr(), _TYPES[factor.dtype]
 
 
 @attrs.frozen(cache_hash=True)
@@ -144,18 +156,19 @@ class TileMeta:
     def call(self) -> Call:
         """What is the same in every product; asking for it must cost nothing."""
         spec = self.spec
-        place = 1 + self.sides.index("global_scale") if "global_scale" in self.sides else None
-        divides = spec.scale_kind is ScaleKind.E4M3_DIV
+        places = {name: place for place, name in enumerate(self.sides, 1)}
         matrix = matrix_of(self)
-        has_inputs = not _INPUTS.isdisjoint(spec.fields)
-        return Call(matrix, matrix.linear, spec.out_features, spec.in_features, place, divides, has_inputs)
-
-    def inputs_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, int, int]:
-        """Return where x's permutation and factors lie among what was prepared (or 0), and the factors' type."""
-        sides = dict(zip(self.sides, tensors[1:], strict=True))
-        order, factor = sides.get("input_permutation"), sides.get("input_channel_scale")
-        given = (0, 0) if factor is None else (factor.data_ptr(), _TYPES[factor.dtype])
-        return (0 if order is None else order.data_ptr(), *given)
+        return Call(
+            matrix,
+            matrix.linear,
+            spec.out_features,
+            spec.in_features,
+            place=places.get("global_scale"),
+            divides=spec.scale_kind is ScaleKind.E4M3_DIV,
+            order=places.get("input_permutation"),
+            factor=places.get("input_channel_scale"),
+            has_inputs=not _INPUTS.isdisjoint(spec.fields),
+        )
 
     @property
     def values(self) -> tuple[float, ...]:

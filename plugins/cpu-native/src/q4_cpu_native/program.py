@@ -91,7 +91,7 @@ class NativeRunner:
                     self._tensors.append(layer.bias)
             if call.has_inputs and step.op is not Op.LINEAR:
                 raise _refusal(step, "the in-features are stored in another order or scaled")
-            inputs_of = meta.inputs_of(tensors) if call.has_inputs else (0, 0, 0)
+            inputs_of = call.inputs_of(tensors) if call.has_inputs else (0, 0, 0)
             matrix, facts = call.matrix, (tensors[0].data_ptr(), address, count, call.divides, family, *inputs_of)
         self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts)
 
