@@ -78,6 +78,8 @@ def to_option(kind: type[_OptionT], value: object, what: str, name: str) -> _Opt
     Raises:
         ConfigError: It is none; in words, ``name`` of ``what``.
     """
+    if isinstance(value, kind):
+        return value
     text = value.strip().lower().replace("-", "_") if isinstance(value, str) else value
     for member in kind:
         if text in (member, member.value):

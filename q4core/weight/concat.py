@@ -27,6 +27,8 @@ def _check_joinable(weights: Sequence[PackedWeight]) -> None:
     if not weights:
         raise WeightError("cat", name="weights", rule="at least one weight", value=0)
     is_super = weights[0].scale_kind is ScaleKind.SUPER_BLOCK
+    if is_super and len(dtypes := {weight.scale.dtype for weight in weights}) > 1:  # u8 and i8 would be one another
+        raise WeightError("cat", name="scale", rule="of one dtype in all weights", value=sorted(map(str, dtypes)))
     fields = ("format", "in_features", "block_size", "scale_kind", "blocks", "dtype", "device")
     for field in (*fields, "nested_block_size") if is_super else fields:
         values = [getattr(weight, field) for weight in weights]

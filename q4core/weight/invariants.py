@@ -204,14 +204,11 @@ def _numbers(weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor, str]]:
         yield "scale", weight.scale.view(torch.float8_e8m0fnu), _NOT_NEGATIVE
     elif weight.scale_kind not in {ScaleKind.DOUBLE_QUANT, ScaleKind.SUPER_BLOCK}:
         yield "scale", weight.scale.view(torch.float8_e4m3fn), _NOT_NEGATIVE
-    if weight.scale_kind is ScaleKind.SUPER_BLOCK and weight.nested_scale is not None:
-        yield "nested_scale", weight.nested_scale, _FINITE
-    for name, rule in _SIDE_RULES.items():
-        is_signed = name == "nested_scale" and weight.scale_kind is ScaleKind.SUPER_BLOCK
-        tensor = None if is_signed else getattr(weight, name)
+    own = {ScaleKind.E4M3_DIV: {"global_scale": _POSITIVE}, ScaleKind.SUPER_BLOCK: {"nested_scale": _FINITE}}
+    for name, rule in (_SIDE_RULES | own.get(weight.scale_kind, {})).items():
+        tensor = getattr(weight, name)
         if tensor is not None and tensor.is_floating_point():
-            divides = name == "global_scale" and weight.scale_kind is ScaleKind.E4M3_DIV
-            yield name, tensor, _POSITIVE if divides else rule
+            yield name, tensor, rule
 
 
 def _is_surely_legal(piece: torch.Tensor, rule: str) -> bool:

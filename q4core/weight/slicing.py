@@ -51,6 +51,9 @@ def resolved_offset(weight: PackedWeight, rows: slice | torch.Tensor) -> torch.T
 
 def _spread(weight: PackedWeight, level: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
     """Return a second level's entry for each scale of some rows, flat: a level with blocks of one."""
+    if weight.scale_kind is ScaleKind.SUPER_BLOCK:  # which end with the row
+        by_row = level.view(weight.out_features, -1)[rows]
+        return by_row.repeat_interleave(weight.nested_block_size, 1).reshape(-1)
     places = rows
     if isinstance(places, slice):
         places = torch.arange(*places.indices(weight.scale.shape[0]), device=weight.device)

@@ -106,7 +106,7 @@ def test_cat_notes_what_it_drops() -> None:
     assert joined.notes[-1] == "static activation scales differ and were dropped"
 
 
-LEVELS = {name: torch.ones(4) for name in ("nested_scale", "nested_offset")}
+LEVELS: dict[str, Any] = {name: torch.ones(4) for name in ("nested_scale", "nested_offset")}
 DIFFERENCES: list[tuple[str, Any]] = [
     ("format", random_weight("fp4", 2, 128)),
     ("in_features", random_weight("nf4", 2, 64)),
@@ -157,6 +157,10 @@ def test_super_blocks_are_joined_and_cut_as_stored() -> None:
     with pytest.raises(q4.WeightError) as caught:
         q4.cat([weight, other])
     assert caught.value.name == "nested_block_size"
+    signed, unsigned = (attrs.evolve(weight, scale=weight.scale.view(dtype)) for dtype in (torch.int8, torch.uint8))
+    with pytest.raises(q4.WeightError) as caught:
+        q4.cat([unsigned, signed])
+    assert caught.value.name == "scale"
 
 
 def test_cat_refuses_nothing_and_flat_and_half_a_zero() -> None:
