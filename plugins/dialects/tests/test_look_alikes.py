@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,16 @@ def test_look_alike_is_refused_by_name(name: str) -> None:
     assert schema is not None
     assert [(item.code, item.key, item.value) for item in schema.unsupported] == [("unsupported", "proj", dialect)]
     assert (dict(schema.layers), schema.dense) == ({}, ())
+
+
+def test_fp8_that_the_header_marks_is_refused_by_name() -> None:
+    """ComfyUI's marker in the metadata counts as its tensor does: such a layer may be rotated."""
+    tensors = {"proj.weight": _of(E4M3, 16, 64), "proj.weight_scale": torch.ones(())}
+    marks = {"layers": {"proj": {"format": "float8_e4m3fn", "convrot": True}}}
+    schema = q4.detect(tensors, metadata={"_quantization_metadata": json.dumps(marks)})
+    assert schema is not None
+    assert [(item.key, item.value) for item in schema.unsupported] == [("proj", "comfyui fp8")]
+    assert (schema.dense, dict(schema.decoded)) == ((), {})
 
 
 @pytest.mark.parametrize("name", WIDTHS)

@@ -160,14 +160,14 @@ def test_config_says_the_width(config: dict[str, Any]) -> None:
 
 
 def test_sizes_of_other_tensors_say_the_width() -> None:
-    """Without a config the one width counts whose K is the size of another tensor; else 4 bits, with a note."""
+    """Without a config the one width counts whose K is the size of another tensor; none or two are ambiguous."""
     tensors, value = _affine(16, 128, 8, 32)
     weight = _read({**tensors, "norm.weight": torch.ones(128)})
     assert torch.equal(q4.dequantize(weight, torch.float32), value)
     assert "8 bits in groups of 32, by the sizes" in weight.notes[0]
-    weight = _read(tensors)
-    assert weight.shape == (16, 256)
-    assert "4 bits in groups of 64 assumed" in weight.notes[0]
+    assert _problems(tensors) == {("ambiguous", "proj")}
+    both = {**tensors, "norm.weight": torch.ones(128), "embedding.weight": torch.ones(8, 256)}
+    assert _problems(both) == {("ambiguous", "proj")}
     weight = _read(tensors, options={"mlx_bits": 8})
     assert (weight.shape, weight.notes) == ((16, 128), ())
 

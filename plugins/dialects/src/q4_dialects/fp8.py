@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from q4_dialects.compressed_tensors import CACHE_SCALES, group_weights, transform_problems
+from q4_dialects.shared_keys import comfy_marker
 from q4core import Catalogue, Dialect, DialectError, LayerSchema, Problem
 from q4core.plugin_api import FLOATS
 
@@ -60,7 +61,7 @@ class Fp8(Dialect):
         for module in catalogue.modules_with(*FP8_SCALES):
             codes = catalogue.get(f"{module}.weight")
             below = catalogue.children(module)
-            if codes is not None and codes.dtype == _CODES and "comfy_quant" not in below:
+            if codes is not None and codes.dtype == _CODES and comfy_marker(module, catalogue) is None:
                 yield self._layer(module, below, catalogue)
 
     def _layer(self, module: str, below: Mapping[str, str], catalogue: Catalogue) -> LayerSchema:

@@ -8,7 +8,7 @@ experts are [E, N, …]. Codes of 4 and 8 bits are read as they lie in the file;
 ``config.json`` has ``quantization``, repeated as ``quantization_config`` without a ``quant_method``: bits, group size
 and mode, with a mapping or ``false`` for single modules; such a mapping inherits nothing. AutoRound writes a
 ``quant_method`` of its own. Without a config several widths have the same shapes (4 bits in groups of 64, 8 bits in
-groups of 32): sizes of other tensors decide, and 4 bits are assumed where they don't. ``mlx_bits`` states them.
+groups of 32): sizes of other tensors decide, or the option ``mlx_bits``; else the layer is ambiguous.
 
 Reference:
     mlx 0.32.4 and mlx-lm 0.32.2 (mx.dequantize on CPUs); transformers 5.23.0: integrations/metal_quantization.py.
@@ -343,17 +343,12 @@ def _inferred(
 def _likeliest(
     fitting: Sequence[_Layout], words: int, sizes: Collection[int]
 ) -> tuple[_Layout | None, tuple[str, ...]]:
-    """Return the layout whose K is the size of another tensor, else the one of 4 bits, with a note that says so."""
+    """Return the one layout whose K is the size of another tensor, with a note that says so; None where none is."""
     if len(fitting) < 2:  # noqa: PLR2004  # no choice
         return (fitting[0] if fitting else _Layout("affine", 4, 64)), ()
     known = [layout for layout in fitting if layout.columns(words) in sizes]
     if len(known) == 1:
         return known[0], (f"{known[0]}, by the sizes of other tensors: no config.json says it",)
-    for layout in fitting:
-        if layout.bits == _NIBBLE:
-            others = " or ".join(str(other.bits) for other in fitting if other is not layout)
-            note = f"{layout} assumed: no config.json says it, and {others} bits have the same shapes ({_OPTION}=...)"
-            return layout, (note,)
     return None, ()
 
 

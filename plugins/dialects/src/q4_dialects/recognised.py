@@ -15,6 +15,7 @@ from q4_dialects.look_alikes import MXINT4, is_e5m3, may_be_mxfp4, may_be_mxint4
 from q4_dialects.modelopt_experts import FUSED, nvfp4_experts
 from q4_dialects.mx_rows import MX_BLOCK, blocks_of
 from q4_dialects.qweight_layouts import refused_layers
+from q4_dialects.shared_keys import comfy_marker
 from q4_dialects.torchao_entries import entry_of, is_read
 from q4core import Catalogue, Dialect, DialectError, LayerSchema, PackedWeight, Problem
 from q4core.plugin_api import FLOATS
@@ -112,10 +113,6 @@ _ROWS = (
         _Row(dialect="fp8", needs={"weight": _OTHER_FLOAT8, suffix: ()}, without=("weight_scale_2",), also=_FP8_INPUTS)
         for suffix in FP8_SCALES
     ),
-    *(
-        _Row(dialect="comfyui fp8", needs={"weight": _FLOAT8, "comfy_quant": (), suffix: ()}, also=_FP8_INPUTS)
-        for suffix in FP8_SCALES[:3]
-    ),
 )
 
 
@@ -130,6 +127,7 @@ class Recognised(Dialect):
         seen: set[str] = set()
         for module, dialect, keys in (
             *_look_alikes(catalogue),
+            *_comfyui_fp8(catalogue),
             *_by_table(catalogue),
             *refused_layers(catalogue),
             *_by_metadata(catalogue),
@@ -187,6 +185,16 @@ def _look_alikes(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str
             codes, scale = (catalogue.tensors[key] for key in keys.values())
             if codes.dtype == torch.uint8 and scale.dtype in _E8M0 and f"{module}.weight_global_scale" not in catalogue:
                 yield module, MXINT4, keys
+
+
+def _comfyui_fp8(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield the FP8 layers that a tensor or the header marks as ComfyUI's, which may be rotated, or in tiles."""
+    for module in catalogue.modules_with(*FP8_SCALES):
+        codes = catalogue.get(f"{module}.weight")
+        if codes is not None and codes.dtype in _FLOAT8 and comfy_marker(module, catalogue) is not None:
+            below = catalogue.children(module)
+            keys = {suffix: f"{module}.{suffix}" for suffix in (*FP8_SCALES, *_FP8_INPUTS) if suffix in below}
+            yield module, "comfyui fp8", {"qdata": f"{module}.weight", **keys}
 
 
 def _by_metadata(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:

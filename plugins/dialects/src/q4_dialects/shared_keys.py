@@ -6,6 +6,7 @@ whole tiles, both shapes are the same: the caller must name the dialect.
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from q4_dialects.swizzle import tiles
 from q4core.plugin_api import FLOATS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from q4core import Catalogue, Dialect, PackedWeight
 
 __all__ = [
@@ -64,8 +67,7 @@ def comfy_marker(module: str, catalogue: Catalogue) -> dict[str, Any] | None:
 
     Where only names are at hand, the tensor's presence stands for ``{"format": "nvfp4"}``.
     """
-    layers = _json(catalogue.metadata.get(COMFY_METADATA, "")).get("layers")
-    found = layers.get(module) if isinstance(layers, dict) else None
+    found = _marked_layers(catalogue.metadata.get(COMFY_METADATA, "")).get(module)
     if isinstance(found, dict):
         return found
     key = f"{module}.{COMFY_KEY}"
@@ -90,6 +92,12 @@ def stored_scales(dialect: Dialect, module: str, weight: PackedWeight) -> tuple[
     if weight.dialect != dialect.name:
         numbers = {suffix: number.reshape(()) for suffix, number in numbers.items()}
     return scale, numbers
+
+
+@functools.lru_cache(maxsize=8)  # asked for each module of a file
+def _marked_layers(text: str) -> Mapping[str, Any]:
+    layers = _json(text).get("layers")
+    return layers if isinstance(layers, dict) else {}
 
 
 def _json(text: str) -> dict[str, Any]:

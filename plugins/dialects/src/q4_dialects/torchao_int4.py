@@ -340,6 +340,9 @@ class TorchaoInt4TilePacked(_Int4):
     def _fits(self, module: str, catalogue: Catalogue) -> bool:
         return f"{module}._weight_scale_and_zero" in catalogue
 
+    def _notes(self, facts: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*super()._notes(facts), "in CUDA's order of tiles, as no tensor says")
+
     def _sizes(
         self, name: str, keys: Mapping[str, str], catalogue: Catalogue, facts: dict[str, Any] | None
     ) -> tuple[tuple[int, int] | None, int | None, list[Problem]]:
