@@ -124,9 +124,9 @@ def test_rows_have_their_order_and_factors(
         "input_permutation": torch.randperm(columns, generator=torch.Generator().manual_seed(2)),
         "input_channel_scale": torch.linspace(0.5, 2.0, columns),
     }
-    block = {"block": 16} if columns == 48 else {}
-    chosen = {name: inputs[name] for name in fields or inputs}
-    weight = kinds_of_weight(format_, 24, columns, kind, **block, **chosen)
+    chosen: dict[str, Any] = {name: inputs[name] for name in fields or inputs}
+    block = 16 if columns == 48 else None
+    weight = kinds_of_weight(format_, 24, columns, kind, block=block, **chosen)
     layer = _layer(weight)
     assert torch.equal(layer.rows(torch.tensor([5, 0, 23])), q4.dequantize(weight)[[5, 0, 23]])
     _assert_same(layer.packed_weight(), weight)

@@ -6,7 +6,7 @@ import concurrent.futures
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -149,7 +149,7 @@ def test_prepared_size(backend: CpuNative, format_: str, size: tuple[int, int]) 
 def test_wide_codes_keep_their_values(backend: CpuNative, format_: str, zero: torch.dtype | None, block: int) -> None:
     """Of rows of x with a single 1, each path gives each weight, to float32's rounding of its terms."""
     shape = (40, 384 // block)
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     if format_ == "int8":
         zeros = torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(3))
         given = zeros + 0.37 if zero is torch.float32 else zeros
@@ -177,7 +177,7 @@ def test_permuted_and_scaled_in_features(
     generator = torch.Generator().manual_seed(3)
     order = torch.randperm(288, generator=generator) if has_order else torch.arange(288)
     factor = torch.ones(288) if factors is None else (torch.rand(288, generator=generator) + 0.5).to(factors)
-    sides: dict[str, torch.Tensor] = {"input_permutation": order} if has_order else {}
+    sides: dict[str, Any] = {"input_permutation": order} if has_order else {}
     sides |= {} if factors is None else {"input_channel_scale": factor}
     given = attrs.evolve(weight, **sides)
     x = torch.randn(70, 288, generator=generator).to(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EACH, STEPS = 20, 10
 
 
-def _is_same(found: torch.Tensor, value: np.ndarray) -> bool:  # type: ignore[type-arg]
+def _is_same(found: torch.Tensor, value: Any) -> bool:
     return bool(np.array_equal(found.to(torch.float32).numpy(), value, equal_nan=True))
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DIALECT = Mlx()
 Tensors = dict[str, torch.Tensor]
-E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0] * 2, np.float32) * np.repeat(np.float32([1, -1]), 8)
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0] * 2, np.float32) * np.repeat(np.array([1, -1], np.float32), 8)
 SHAPES = [(1, 1), (3, 1), (16, 3), (40, 5)]
 """N, and groups in a row."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

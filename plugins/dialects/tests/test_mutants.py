@@ -58,7 +58,9 @@ def _mutants(layer: Layer, seed: int) -> Iterator[tuple[str, Tensors, dict[str, 
         None,
     ):
         yield f"config of {method}", tensors, {"quantization_config": {"quant_method": method}}
-    for odd in ({}, [], "int4", None, {"config_groups": 3}, {"config_groups": {"g": {"weights": [], "format": {}}}}):
+    empty: dict[str, Any] = {"weights": [], "format": {}}
+    odds: list[Any] = [{}, [], "int4", None, {"config_groups": 3}, {"config_groups": {"g": empty}}]
+    for odd in odds:
         yield f"config {odd}", tensors, {"quantization_config": odd}
 
 

@@ -30,7 +30,12 @@ SHAPES = ((1, 1, None), (3, 2, None), (7, 3, None), (2, 5, 3))
 
 def same_bits(ours: torch.Tensor, theirs: np.ndarray[Any, Any]) -> bool:
     """Compare bit by bit, but for the sign of a zero."""
-    return (ours.numpy() + np.float32(0)).tobytes() == (np.ascontiguousarray(theirs) + np.float32(0)).tobytes()
+    return bool((ours.numpy() + np.float32(0)).tobytes() == (np.ascontiguousarray(theirs) + np.float32(0)).tobytes())
+
+
+def mapped(data: Any) -> Any:
+    """Return bytes as what a mapped file is read by."""
+    return memoryview(data)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -44,7 +49,7 @@ def test_random_blocks_are_ggufs_own_values(name: str, rows: int, count: int, ex
     whole = shape if experts is None else (experts, *shape)
     blocks = random_blocks(name, rows * count * (experts or 1), kind)
     expected = owners_values(name, blocks).reshape(-1, *shape)
-    data = memoryview(bytearray(blocks.tobytes()))
+    data = mapped(bytearray(blocks.tobytes()))
     for index in range(experts or 1):
         weight = packed_weight(data, entry_of(name, whole), name="proj", expert=None if experts is None else index)
         weight.check_values()
@@ -59,7 +64,7 @@ def test_what_is_stored_singly_is_a_view(name: str) -> None:
     assert layout is not None
     blocks = random_blocks(name, 12, "random")
     data = bytearray(blocks.tobytes())
-    weight = packed_weight(memoryview(data), entry_of(name, (4, 3 * layout.block_size)), name="proj")
+    weight = packed_weight(mapped(data), entry_of(name, (4, 3 * layout.block_size)), name="proj")
     before = q4.dequantize(weight, torch.float32)
     is_stored = isinstance(PACKED_TYPES[name].codes, tuple)
     first = torch.frombuffer(data, dtype=torch.uint8).untyped_storage().data_ptr()
@@ -90,9 +95,7 @@ def test_backends_serve_every_type(name: str) -> None:
     blocks = random_blocks(name, 24, "random")
     if name == "MXFP4":
         blocks[:, 0] = 120 + blocks[:, 0] % 8
-    weight = packed_weight(
-        memoryview(bytearray(blocks.tobytes())), entry_of(name, (8, 3 * layout.block_size)), name="proj"
-    )
+    weight = packed_weight(mapped(bytearray(blocks.tobytes())), entry_of(name, (8, 3 * layout.block_size)), name="proj")
     x = torch.randn(5, weight.in_features, generator=torch.Generator().manual_seed(1))
     wanted = x.double() @ q4.dequantize(weight, torch.float64).T
     size = x.double().abs() @ q4.dequantize(weight, torch.float64).abs().T
@@ -146,7 +149,7 @@ def test_unpacked_types_are_dense_on_request(name: str) -> None:
     assert "options={'dequantize': True}" in problem.rule
     assert refusal(entry, dequantize=True) is None
     blocks = random_blocks(name, 8, "ones")
-    values = unpacked_tensor(memoryview(bytearray(blocks.tobytes())), entry)
+    values = unpacked_tensor(mapped(bytearray(blocks.tobytes())), entry)
     expected = gguf.quants.dequantize(blocks, Type[name]).reshape(4, -1)
     assert values.numpy().tobytes() == np.ascontiguousarray(expected).tobytes()
 

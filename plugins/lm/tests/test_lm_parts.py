@@ -135,5 +135,6 @@ def test_config_of_parts() -> None:
         config = TransformerConfig(**SIZES, **options)
         assert TransformerConfig.from_dict(config.to_dict()) == config
     for name in ("attention_cap", "logit_cap"):
+        none: dict[str, Any] = {name: 0.0}
         with pytest.raises(q4.ConfigError, match=name):
-            TransformerConfig(**SIZES, **{name: 0.0})
+            TransformerConfig(**SIZES, **none)

@@ -115,7 +115,7 @@ def test_spaces_behind_tokens_of_phi3() -> None:
 def test_unknown_characters() -> None:
     """Without bytes, a run of characters without pieces is one unknown token."""
     kept = {**SPECIAL, **dict.fromkeys(SCORED, 1)}
-    changes = {
+    changes: dict[str, Any] = {
         "tokens": [*kept],
         "token_type": [*kept.values()],
         "scores": [SCORED.get(token, 0.0) for token in kept],

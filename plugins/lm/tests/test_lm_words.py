@@ -20,7 +20,7 @@ GOLDEN = json.loads(Path(__file__, "../words.json").resolve().read_text(encoding
 @pytest.fixture(name="letters")
 def letters_fixture(vocabulary: dict[str, Any]) -> list[str]:
     """Return the characters that stand for bytes, in the order of the bytes."""
-    return vocabulary["tokenizer.ggml.tokens"][3 : 3 + 256]
+    return [*vocabulary["tokenizer.ggml.tokens"][3 : 3 + 256]]
 
 
 def pair_vocabulary(texts: list[str], letters: list[str]) -> dict[str, Any]:
