@@ -18,7 +18,7 @@ from q4_lm import LanguageModel
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.samples
+pytestmark = [pytest.mark.peer, pytest.mark.samples]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from q4core import (
     Problem,
     Q4Error,
     WeightError,
+    WeightSpec,
     WrittenLayer,
     dialects,
     quantize,
@@ -108,11 +109,14 @@ class DialectSubject:
         layer: WrittenLayer | None = self._ask(f"write of {module!r}", write)
         return layer
 
-    def catalogue(self, layers: Mapping[str, WrittenLayer], dense: Mapping[str, torch.Tensor]) -> Catalogue:
-        """Return a catalogue of written layers and dense tensors, as a file of them would give it."""
+    def catalogue(
+        self, layers: Mapping[str, WrittenLayer], weight: PackedWeight, dense: Mapping[str, torch.Tensor]
+    ) -> Catalogue:
+        """Return a catalogue of layers, in each of which one weight was written, and of dense tensors, as a folder."""
         tensors = {**dense, **{key: item for layer in layers.values() for key, item in layer.tensors.items()}}
         metadata = self.dialect.merge_metadata(layers, list(dense))
-        return Catalogue(tensors, metadata=metadata)
+        stated = self.dialect.quantization_config(dict.fromkeys(layers, WeightSpec.of(weight)), tuple(dense))
+        return Catalogue(tensors, metadata=metadata, config={"quantization_config": stated})
 
     def written(self, format_: str) -> list[tuple[str, PackedWeight, WrittenLayer]]:
         """Return what the dialect writes of the samples of a format, in a module ``proj``, and that is something."""
