@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from q4_dialects.layer_keys import assumed_dtype, layer_keys
 from q4_dialects.nvfp4 import (
     BLOCK,
     E4M3,
     LEVEL_NUMBERS,
-    assumed_dtype,
     codes_problems,
-    layer_keys,
     matrix_shape,
     number_problems,
     weight_of,

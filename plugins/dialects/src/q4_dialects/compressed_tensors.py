@@ -1,4 +1,4 @@
-"""compressed-tensors NVFP4 (``nvfp4-pack-quantized``), and the code that its dialects share.
+"""compressed-tensors NVFP4 (``nvfp4-pack-quantized``).
 
 ``<module>.weight_packed`` uint8 [N, K / 2], low nibble first; ``weight_scale`` e4m3 [N, K / 16] by row;
 ``weight_global_scale`` float32 [1] *divides*; optional ``input_global_scale`` float32 [1], a divisor too. Experts are
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 import torch
 
+from q4_dialects.compressed_tensors_config import config_entry, stated_formats, transform_problems
+from q4_dialects.layer_keys import CACHE_SCALES, layer_keys, rank_problems
 from q4_dialects.nvfp4 import (
     BLOCK,
     E4M3,
     codes_problems,
     divided_levels,
-    layer_keys,
     matrix_shape,
     number_problems,
-    rank_problems,
     row_scale_problems,
     weight_of,
     with_divided_levels,
@@ -46,14 +46,7 @@ if TYPE_CHECKING:
 
     from q4core import WeightSpec
 
-__all__ = [
-    "CACHE_SCALES",
-    "CompressedTensorsNvfp4",
-    "config_entry",
-    "group_weights",
-    "stated_formats",
-    "transform_problems",
-]
+__all__ = ["CompressedTensorsNvfp4"]
 
 _SUFFIXES = {
     "qdata": "weight_packed",
@@ -62,43 +55,6 @@ _SUFFIXES = {
     "activation_scale": "input_global_scale",
 }
 _REQUIRED = ("qdata", "scale", "global_scale")
-CACHE_SCALES = ("k_scale", "v_scale", "q_scale")  # of the key and value cache, not of the weight
-
-
-def transform_problems(module: str, catalogue: Catalogue) -> Iterator[Problem]:
-    """Yield that weights which ``config.json`` says are rotated are not read."""
-    transform = catalogue.quantization_config.get("transform_config")
-    if transform:
-        rule = "without transform_config in config.json: a rotation that is not undone"
-        yield Problem("unsupported", module, rule, transform)
-
-
-def _groups(catalogue: Catalogue) -> list[dict[str, Any]]:
-    groups = catalogue.quantization_config.get("config_groups")
-    return [item for item in groups.values() if isinstance(item, dict)] if isinstance(groups, dict) else []
-
-
-def group_weights(catalogue: Catalogue) -> list[dict[str, Any]]:
-    """Return what ``config.json`` says of the weights of each group of layers."""
-    return [item["weights"] for item in _groups(catalogue) if isinstance(item.get("weights"), dict)]
-
-
-def stated_formats(catalogue: Catalogue) -> set[str]:
-    """Return the formats that ``config.json`` names, of all layers and of each group."""
-    found = (item.get("format") for item in (catalogue.quantization_config, *_groups(catalogue)))
-    return {item for item in found if isinstance(item, str)}
-
-
-def config_entry(form: str, groups: Mapping[str, Any], unquantised: tuple[str, ...]) -> dict[str, Any]:
-    """Return the package's ``QuantizationConfig`` of compressed layers, given its groups by name."""
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": dict(groups),
-        "ignore": list(unquantised),
-        "kv_cache_scheme": None,
-    }
 
 
 class CompressedTensorsNvfp4(Dialect):

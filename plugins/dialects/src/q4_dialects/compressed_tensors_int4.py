@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from q4_dialects.compressed_tensors import CACHE_SCALES, config_entry, group_weights, transform_problems
-from q4_dialects.nvfp4 import layer_keys, rank_problems
+from q4_dialects.compressed_tensors_config import config_entry, group_weights, transform_problems
+from q4_dialects.layer_keys import CACHE_SCALES, layer_keys, rank_problems
 from q4_dialects.orders import group_of_inputs, sorted_columns, unsorted_columns
 from q4core import (
     Catalogue,

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 import torch
 
-from q4_dialects.compressed_tensors import CACHE_SCALES, config_entry, stated_formats, transform_problems
+from q4_dialects.compressed_tensors_config import config_entry, stated_formats, transform_problems
+from q4_dialects.layer_keys import CACHE_SCALES
 from q4_dialects.look_alikes import is_e5m3, may_be_mxfp4, may_be_mxint4
 from q4_dialects.mx_rows import MX_BLOCK, MxRows, are_pair
 

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from q4_dialects.compressed_tensors import CACHE_SCALES, group_weights, transform_problems
+from q4_dialects.compressed_tensors_config import group_weights, transform_problems
+from q4_dialects.layer_keys import CACHE_SCALES
 from q4_dialects.shared_keys import comfy_marker
 from q4core import Catalogue, Dialect, DialectError, LayerSchema, Problem
 from q4core.plugin_api import FLOATS

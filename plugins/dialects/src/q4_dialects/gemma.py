@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from q4_dialects.nvfp4 import layer_keys, rank_problems, scalar_problems
+from q4_dialects.layer_keys import layer_keys, rank_problems, scalar_problems
 from q4core import Catalogue, Dialect, LayerSchema, PackedWeight, Packing, Problem, find_format
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from q4_dialects.compressed_tensors import stated_formats
+from q4_dialects.compressed_tensors_config import stated_formats
 from q4_dialects.mx_rows import E8M0, blocks_of
 
 if TYPE_CHECKING:

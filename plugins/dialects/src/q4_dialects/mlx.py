@@ -23,7 +23,7 @@ import attrs
 import torch
 
 from q4_dialects.experts import expert_layers, expert_of, has_experts
-from q4_dialects.nvfp4 import assumed_dtype
+from q4_dialects.layer_keys import assumed_dtype
 from q4core import (
     Catalogue,
     Dialect,

@@ -13,16 +13,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from q4_dialects.experts import expert_layers, expert_of, own_number
+from q4_dialects.layer_keys import assumed_dtype, layer_keys, rank_problems
 from q4_dialects.modelopt_experts import expert_keys, expert_problems, key_problems, nvfp4_experts, one_expert
 from q4_dialects.nvfp4 import (
     BLOCK,
     LEVEL_NUMBERS,
-    assumed_dtype,
     codes_problems,
-    layer_keys,
     matrix_shape,
     number_problems,
-    rank_problems,
     row_scale_problems,
     weight_of,
     with_multiplied_levels,

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from q4_dialects.compressed_tensors import CACHE_SCALES
-from q4_dialects.nvfp4 import layer_keys, rank_problems, scalar_problems
+from q4_dialects.layer_keys import CACHE_SCALES, layer_keys, rank_problems, scalar_problems
 from q4core import (
     Catalogue,
     Dialect,

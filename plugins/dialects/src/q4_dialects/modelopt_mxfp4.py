@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from q4_dialects.compressed_tensors import CACHE_SCALES
+from q4_dialects.layer_keys import CACHE_SCALES
 from q4_dialects.look_alikes import has_rotation
 from q4_dialects.mx_rows import E8M0, MxRows, are_pair
 from q4core import Dialect

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from q4_dialects.nvfp4 import layer_keys, rank_problems, scalar_problems, weight_of
+from q4_dialects.layer_keys import layer_keys, rank_problems, scalar_problems
+from q4_dialects.nvfp4 import weight_of
 from q4core import Dialect, LayerSchema, Packing, Problem, ScaleKind, WrittenLayer
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Shared code of the NVFP4 dialects: keys, codes, the two scale levels, and their shapes."""
+"""Shared code of the NVFP4 dialects: codes, the two scale levels, and their shapes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from q4_dialects.layer_keys import scalar_problems
 from q4core import PackedWeight, Problem, ScaleKind, find_format
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator
 
     from q4core import Catalogue, Dialect, LayerSchema, TensorInfo
 
@@ -20,16 +21,12 @@ __all__ = [
     "E4M3",
     "LEVEL_NUMBERS",
     "as_float8",
-    "assumed_dtype",
     "codes_problems",
     "divided_levels",
-    "layer_keys",
     "matrix_shape",
     "multiplied_levels",
     "number_problems",
-    "rank_problems",
     "row_scale_problems",
-    "scalar_problems",
     "weight_of",
     "with_divided_levels",
     "with_multiplied_levels",
@@ -41,32 +38,11 @@ LEVEL_NUMBERS = dict.fromkeys(("scale", "global_scale", "activation_scale"), "fi
 """What the numbers of scales that multiply must be."""
 
 
-def layer_keys(
-    module: str, suffixes: Mapping[str, str], required: Collection[str], catalogue: Catalogue
-) -> dict[str, str]:
-    """Return role → key of the required tensors of a module, and of the others that are there."""
-    below = catalogue.children(module)
-    return {role: f"{module}.{suffix}" for role, suffix in suffixes.items() if role in required or suffix in below}
-
-
 def matrix_shape(codes: TensorInfo | None) -> tuple[int, int] | None:
     """Return (N, K) of codes [N, K / 2] where K holds whole blocks, or None."""
     if codes is None or len(codes.shape) != 2 or codes.shape[1] * 2 % BLOCK:  # noqa: PLR2004  # rows and bytes
         return None
     return codes.shape[0], codes.shape[1] * 2
-
-
-def assumed_dtype(catalogue: Catalogue) -> tuple[torch.dtype, tuple[str, ...]]:
-    """Return the model's dtype by ``config.json``, or float32 and a note that it is assumed."""
-    if catalogue.dtype is not None:
-        return catalogue.dtype, ()
-    return torch.float32, ("dtype float32 assumed: neither the dialect nor config.json says it",)
-
-
-def rank_problems(module: str, codes: TensorInfo | None) -> Iterator[Problem]:
-    """Yield that codes of 3 dimensions are not read."""
-    if codes is not None and len(codes.shape) == 3:  # noqa: PLR2004  # experts
-        yield Problem("unsupported", module, "of 2 dimensions to be read", list(codes.shape))
 
 
 def codes_problems(dialect: Dialect, layer: LayerSchema, catalogue: Catalogue) -> Iterator[Problem]:
@@ -121,27 +97,6 @@ def weight_of(layer: LayerSchema, qdata: torch.Tensor, scale: torch.Tensor, **fa
         dialect=layer.dialect,
         **fields,
     )
-
-
-def scalar_problems(
-    catalogue: Catalogue, key: str | None, *, experts: tuple[int, ...] | None = None
-) -> Iterator[Problem]:
-    """Yield what is wrong with a tensor that must be one float32 number, of shape [] or [1].
-
-    Args:
-        catalogue: Where to look.
-        key: The tensor's name.
-        experts: The shape of one number for each expert, where that is legal too.
-    """
-    info = None if key is None else catalogue.get(key)
-    if key is None or info is None:
-        return
-    if info.dtype != torch.float32:
-        yield Problem("dtype", key, "of dtype float32", str(info.dtype).removeprefix("torch."))
-    legal = {(), (1,), *(() if experts is None else (experts,))}
-    if info.shape not in legal:
-        also = "" if experts is None else f" or {list(experts)}"
-        yield Problem("shape", key, f"of shape [] or [1]{also}", list(info.shape))
 
 
 def as_float8(scale: torch.Tensor) -> torch.Tensor:

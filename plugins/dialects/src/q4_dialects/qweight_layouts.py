@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from q4_dialects.compressed_tensors import CACHE_SCALES
+from q4_dialects.layer_keys import CACHE_SCALES
 from q4_dialects.qweight_config import PACK_DTYPES, stated_by
 from q4core import Problem
 

@@ -21,15 +21,8 @@ import attrs
 import torch
 
 from q4_dialects.experts import expert_layers, expert_of, has_experts, own_number
-from q4_dialects.nvfp4 import (
-    E4M3,
-    LEVEL_NUMBERS,
-    assumed_dtype,
-    multiplied_levels,
-    number_problems,
-    weight_of,
-    with_multiplied_levels,
-)
+from q4_dialects.layer_keys import assumed_dtype
+from q4_dialects.nvfp4 import E4M3, LEVEL_NUMBERS, multiplied_levels, number_problems, weight_of, with_multiplied_levels
 from q4_dialects.swizzle import linear_from_swizzled, swizzled_from_linear, tiles, unpadded
 from q4_dialects.torchao_entries import (
     DTYPES,
