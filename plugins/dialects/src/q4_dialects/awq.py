@@ -21,6 +21,7 @@ import torch
 from q4_dialects.int_words import from_words_along_rows, interleaved_from_rows, rows_from_interleaved
 from q4_dialects.qweight_config import stated_by
 from q4_dialects.qweight_layouts import AWQ, AWQ_GEMV, NIBBLES, modules_of, side_problems
+from q4_dialects.zero_points import zero_codes
 from q4core import (
     Catalogue,
     Dialect,
@@ -135,7 +136,7 @@ class Awq(Dialect):
         rows, columns = weight.shape
         if rows % NIBBLES:
             raise self.refusal(module, "out_features", f"a multiple of {NIBBLES}", rows)
-        zeros = pack_codes(_zero_codes(self, module, weight), Packing.LOW_FIRST)
+        zeros = pack_codes(zero_codes(self, module, weight), Packing.LOW_FIRST)
         tensors = {
             "qweight": interleaved_from_rows(self.row_bytes(weight, Packing.LOW_FIRST), columns),
             "qzeros": interleaved_from_rows(zeros, weight.blocks_per_row),
@@ -241,7 +242,7 @@ class AwqGemv(Dialect):
             raise self.refusal(module, "block_size", rule, weight.block_size)
         width = _width(columns, weight.block_size)
         padding = (0, NIBBLES * width - weight.blocks_per_row)
-        zeros = torch.nn.functional.pad(_zero_codes(self, module, weight), padding)
+        zeros = torch.nn.functional.pad(zero_codes(self, module, weight), padding)
         tensors = {
             "qweight": self.row_bytes(weight, Packing.LOW_FIRST).contiguous().reshape(-1).view(torch.int32),
             "qzeros": pack_codes(zeros, Packing.LOW_FIRST).reshape(-1).view(torch.int32),
@@ -256,16 +257,6 @@ class AwqGemv(Dialect):
             DialectError: Layers have several group sizes; the entry has one for all.
         """
         return _config_entry(self, layers, unquantised, "gemv")
-
-
-def _zero_codes(dialect: Dialect, module: str, weight: PackedWeight) -> torch.Tensor:
-    """Return zero points as codes, uint8 [N, G]."""
-    if weight.zero is None:
-        return torch.full(weight.scale.shape, _MIDDLE, dtype=torch.uint8)
-    codes = weight.zero.to(torch.uint8)
-    if not torch.equal(codes.to(weight.zero.dtype), weight.zero) or bool((codes >= 1 << _BITS).any()):
-        raise dialect.refusal(module, "zero", "whole numbers 0 … 15", "others")
-    return codes
 
 
 def _config_entry(

@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from q4_dialects.compressed_tensors_config import config_entry, group_weights, transform_problems
+from q4_dialects.int_words import columns_in_order
 from q4_dialects.layer_keys import CACHE_SCALES, layer_keys, rank_problems
-from q4_dialects.orders import group_of_inputs, sorted_columns, unsorted_columns
+from q4_dialects.orders import group_of_columns, order_of_columns, unsorted_bytes
+from q4_dialects.zero_points import zero_codes
 from q4core import (
     Catalogue,
     Dialect,
@@ -52,7 +54,7 @@ _SUFFIXES = {
     "scale": "weight_scale",
     "shape": "weight_shape",
     "zero": "weight_zero_point",
-    "order": "weight_g_idx",
+    "groups": "weight_g_idx",
 }
 _REQUIRED = ("qdata", "scale", "shape")
 _WORD_BITS = 32
@@ -136,7 +138,7 @@ class CompressedTensorsInt4(Dialect):
         words = None if rows is None else -(-rows // in_word)
         yield from self.expect(catalogue, keys.get("zero"), dtypes={torch.int32}, shape=(words, groups))
         columns = None if shape is None else shape[1]
-        yield from self.expect(catalogue, keys.get("order"), dtypes={torch.int32}, shape=(columns,))
+        yield from self.expect(catalogue, keys.get("groups"), dtypes={torch.int32}, shape=(columns,))
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight, codes and scales as views; zero points are unpacked to a byte each.
@@ -157,14 +159,14 @@ class CompressedTensorsInt4(Dialect):
         if sizes.dtype != torch.int64:
             notes = (*notes, self.stored_fact(_SIZES_FACT, str(sizes.dtype).removeprefix("torch.")))
         codes = words.view(torch.uint8)
-        if "order" in layer.keys:
-            groups = load(layer.keys["order"])
+        if "groups" in layer.keys:
+            groups = load(layer.keys["groups"])
             is_used = not bool((groups == -1).all())
-            order = group_of_inputs(f"layer {layer.module!r}", groups, block) if is_used else None
+            order = order_of_columns(self, layer.module, groups, scale.shape[1], block) if is_used else None
             if order is None:
                 notes = (*notes, self.stored_fact(_ORDER_FACT, "in order" if is_used else "unused"))
         if order is not None:
-            codes = sorted_columns(codes, order, self._packing)
+            codes = columns_in_order(codes, order, self._packing)
         return PackedWeight(
             format=find_format(layer.format),
             qdata=codes,
@@ -195,7 +197,7 @@ class CompressedTensorsInt4(Dialect):
         width = 4 * -(-columns // self._in_word)
         codes = weight.qdata
         if weight.input_permutation is not None:
-            codes = unsorted_columns(weight, self._packing)
+            codes = unsorted_bytes(weight, self._packing)
         elif weight.packing != self._packing or codes.shape != (rows, width):  # else with what fills the last word
             codes = self.row_bytes(weight, self._packing)
         codes = torch.nn.functional.pad(codes, (0, width - codes.shape[1]))
@@ -206,22 +208,14 @@ class CompressedTensorsInt4(Dialect):
             "weight_shape": torch.tensor(weight.shape, dtype=sizes),
         }
         if weight.zero is not None:
-            tensors["weight_zero_point"] = self._packed_zeros(module, weight.zero)
+            points = zero_codes(self, module, weight).T
+            padded = torch.nn.functional.pad(points, (0, -rows % self._in_word))
+            tensors["weight_zero_point"] = _words(pack_codes(padded, self._packing)).T.contiguous()
         stored = self.read_fact(weight, _ORDER_FACT)
         if weight.input_permutation is not None or stored is not None:
-            groups = torch.arange(columns, dtype=torch.int32) // weight.block_size
-            if weight.input_permutation is not None:
-                groups = torch.empty_like(groups).index_copy_(0, weight.input_permutation, groups)
+            groups = group_of_columns(weight)
             tensors["weight_g_idx"] = torch.full_like(groups, -1) if stored == "unused" else groups
         return WrittenLayer(tensors={f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
-
-    def _packed_zeros(self, module: str, zero: torch.Tensor) -> torch.Tensor:
-        """Return zero points [N, G] as the words that hold a column of them."""
-        middle, last = zero.to(torch.int64), (1 << self.bits) - 1
-        if not torch.equal(middle.to(zero.dtype), zero) or bool(((middle < 0) | (middle > last)).any()):
-            raise self.refusal(module, "zero", f"whole numbers 0 … {last}", "others")
-        padded = torch.nn.functional.pad(middle.to(torch.uint8).T, (0, -len(middle) % self._in_word))
-        return _words(pack_codes(padded, self._packing)).T.contiguous()
 
     def quantization_config(self, layers: Mapping[str, WeightSpec], unquantised: tuple[str, ...]) -> dict[str, Any]:
         """Return the package's ``QuantizationConfig``: a group for each kind of layer."""

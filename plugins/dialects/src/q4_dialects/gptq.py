@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from q4_dialects.int_words import columns_in_order, from_columns, pack_along_rows, to_columns, unpack_along_rows
+from q4_dialects.orders import group_of_columns, order_of_columns, order_problems, unsorted_bytes
 from q4_dialects.qweight_config import PACK_DTYPES, Stated, Zeros, stated_by
 from q4_dialects.qweight_layouts import GPTQ, modules_of, side_problems
+from q4_dialects.zero_points import zero_codes
 from q4core import (
     Catalogue,
     Dialect,
-    DialectError,
     Feature,
     LayerSchema,
     PackedWeight,
@@ -134,7 +135,7 @@ class _GptqWords(Dialect):
                 yield Problem("value", keys["scale"], rule, [groups, rows])
         order = catalogue.load_small(keys["groups"]) if "groups" in keys else None
         if order is not None and order.dtype == torch.int32 and order.shape == (columns,) and groups and sizes.block:
-            yield from _group_problems(keys["groups"], order, groups, sizes.block)
+            yield from order_problems(keys["groups"], order, groups, sizes.block)
 
     def read(self, layer: LayerSchema, load: Callable[[str], torch.Tensor]) -> PackedWeight:
         """Return the weight: codes in rows, sorted by group where they were not; zero points a byte each.
@@ -147,26 +148,17 @@ class _GptqWords(Dialect):
         packing, words = _PACKINGS[bits], load(layer.keys["qdata"])
         scale = load(layer.keys["scale"])
         rows, block = words.shape[1], layer.block_size
-        columns = words.shape[0] * 8 * words.dtype.itemsize // bits
-        order = None
+        columns, order = words.shape[0] * 8 * words.dtype.itemsize // bits, None
         if "groups" in layer.keys:
             groups = load(layer.keys["groups"])
             columns = len(groups)
-            block = block or int(torch.bincount(groups.clamp(0, len(scale) - 1)).max())
-            problem = next(_group_problems(layer.keys["groups"], groups, len(scale), block), None)
-            if problem is not None:
-                raise DialectError(self.name, name=_GROUPS, rule=problem.rule, value=problem.value, where=layer.module)
-            if bool((groups[1:] < groups[:-1]).any()):
-                order = torch.argsort(groups.to(torch.int64), stable=True)
+            order = order_of_columns(self, layer.module, groups, len(scale), block or columns)
         codes = to_columns(words)
         if order is not None:
             codes = columns_in_order(codes, order, packing)
-        middle = _plus_one(load(layer.keys["zero"]), bits, zeros)
-        zero: torch.Tensor | None = unpack_along_rows(middle, rows, packing)
-        if zeros is Zeros.CODES and zero is not None:
+        zero = unpack_along_rows(_plus_one(load(layer.keys["zero"]), bits, zeros), rows, packing)
+        if zeros is Zeros.CODES:
             zero = _next(zero)
-        if zero is not None and bool((zero == find_format(layer.format).middle).all()):
-            zero = None
         notes, dtype = layer.notes, words.dtype
         if dtype != torch.int32:
             notes = (*notes, self.stored_fact(_WORD_FACT, str(dtype).removeprefix("torch.")))
@@ -178,7 +170,7 @@ class _GptqWords(Dialect):
             in_features=columns,
             block_size=block or columns,
             packing=packing,
-            zero=zero,
+            zero=None if bool((zero == find_format(layer.format).middle).all()) else zero,
             input_permutation=order,
             dtype=scale.dtype,
             name=layer.module,
@@ -194,38 +186,21 @@ class _GptqWords(Dialect):
                 feature.
         """
         self.check_writable(module, weight, features=_FEATURES)
-        rows, columns = weight.shape
-        bits = weight.format.bits
+        rows, bits = weight.out_features, weight.format.bits
         packing, dtype = _PACKINGS[bits], PACK_DTYPES[self.read_fact(weight, _WORD_FACT) or "int32"]
         per_word = 8 * dtype.itemsize // bits
         if rows % per_word:
             raise self.refusal(module, "out_features", f"a multiple of {per_word}", rows)
-        codes = self.row_bytes(weight, packing)
-        groups = torch.arange(columns, dtype=torch.int32) // weight.block_size
-        if weight.input_permutation is not None:
-            codes = columns_in_order(codes, torch.argsort(weight.input_permutation), packing)
-            groups = torch.empty_like(groups).index_copy_(0, weight.input_permutation, groups)
-        zeros = pack_along_rows(self._zero_codes(module, weight), dtype, packing)
+        zeros = pack_along_rows(zero_codes(self, module, weight), dtype, packing)
         if self.zeros is Zeros.WORDS:
             zeros = zeros - _ones(dtype, bits)
         tensors = {
-            "qweight": from_columns(codes, dtype),
+            "qweight": from_columns(unsorted_bytes(weight, packing), dtype),
             "qzeros": zeros,
             "scales": weight.scale.T.contiguous(),
-            _GROUPS: groups,
+            _GROUPS: group_of_columns(weight),
         }
         return WrittenLayer(tensors={f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
-
-    def _zero_codes(self, module: str, weight: PackedWeight) -> torch.Tensor:
-        """Return the zero points as codes, uint8 [N, G]."""
-        bits = weight.format.bits
-        if weight.zero is None:
-            return torch.full(weight.scale.shape, weight.format.middle, dtype=torch.uint8)
-        codes = weight.zero.to(torch.uint8)
-        limit = (1 << bits) - 1
-        if not torch.equal(codes.to(weight.zero.dtype), weight.zero) or bool((codes > limit).any()):
-            raise self.refusal(module, "zero", f"whole numbers 0 … {limit}", "others")
-        return codes
 
     def quantization_config(self, layers: Mapping[str, WeightSpec], unquantised: tuple[str, ...]) -> dict[str, Any]:
         """Return the libraries' entry; what differs from the commonest group size and width goes to ``dynamic``."""
@@ -323,20 +298,6 @@ def _zeros_by_value(catalogue: Catalogue, module: str) -> Zeros | None:
     low, high = (int(extreme) for extreme in torch.aminmax(words))
     different = set(low.to_bytes(words.dtype.itemsize, "little", signed=True))
     return _MIDDLES.get(different.pop()) if low == high and len(different) == 1 else None
-
-
-def _group_problems(key: str, order: torch.Tensor, groups: int, block: int) -> Iterator[Problem]:
-    """Yield what is wrong with the group of each in-feature: out of range, or groups of other sizes."""
-    low, high = (int(extreme) for extreme in torch.aminmax(order))
-    if low < 0 or high >= groups:
-        yield Problem("value", key, f"group numbers in 0 … {groups - 1}", low if low < 0 else high)
-        return
-    counts = torch.bincount(order, minlength=groups).tolist()
-    wanted = [block] * (groups - 1) + [len(order) - block * (groups - 1)]
-    if counts != wanted:
-        place = next(index for index, pair in enumerate(zip(counts, wanted, strict=True)) if pair[0] != pair[1])
-        rule = f"{wanted[place]} in-features in group {place}"
-        yield Problem("value", key, rule, counts[place])
 
 
 def _ones(dtype: torch.dtype, bits: int) -> int:
