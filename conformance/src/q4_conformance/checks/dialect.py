@@ -56,7 +56,7 @@ def _check_detect(case: Case, subject: DialectSubject) -> str:
             expect(set(found) == set(MODULES), f"{what}: found {sorted(found)}")
             for module, layer in found.items():
                 if how != "with config" and _is_ambiguous(subject, layer, catalogue):
-                    continue  # only the config tells two readings apart, and neither was guessed
+                    continue  # only the config decides between two readings, and neither was guessed
                 _expect_layer(subject, layer, layers[module], catalogue, f"{what}, {module}")
                 expect(layer.format == kind or catalogue is bare, f"{what}, {module}: format {layer.format!r}")
                 expect(layer.shape in {weight.shape, None}, f"{what}, {module}: shape {layer.shape}")
