@@ -218,3 +218,18 @@ def test_packed_integers_that_nothing_explains_are_no_dense_tensors(tensors: Ten
         assert list(checkpoint) == ["mlp"]
         assert [(item.code, item.key) for item in checkpoint.schema.unsupported] == [("unexplained", "proj")]
         assert not set(tensors) & set(checkpoint.dense)
+
+
+@pytest.mark.parametrize("scale", ["weight_scale", "scale"])
+def test_pair_of_long_integers_is_no_mxfp4(scale: str) -> None:
+    """Codes and powers of two are bytes; what has other integers is claimed by no dialect."""
+    assert q4.detect({"proj.weight": _of(torch.int64, 16, 32), f"proj.{scale}": _of(torch.int64, 16, 2)}) is None
+
+
+@pytest.mark.parametrize("dialect", ["modelopt-mxfp4", "deepseek-mxfp4", "gemma"])
+def test_dtype_that_nothing_states_is_noted(dialect: str) -> None:
+    """Where ``config.json`` has no dtype, the layer's notes say which one is assumed."""
+    layer = BUILDERS[dialect](0)
+    for stated, is_noted in (({}, True), ({"dtype": "float16"}, False)):
+        found = q4.detect_or_fail(layer.tensors, config={**layer.config, **stated})
+        assert {"dtype bfloat16 assumed" in " ".join(item.notes) for item in found.layers.values()} == {is_noted}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from q4_dialects.layer_keys import layer_keys, rank_problems, scalar_problems
+from q4_dialects.layer_keys import assumed_dtype, layer_keys, rank_problems, scalar_problems
 from q4core import Catalogue, Dialect, LayerSchema, PackedWeight, Packing, Problem, find_format
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Gemma(Dialect):
             shape = codes.shape[0], codes.shape[1] * (2 if kind == "int4" else 1)
             if scale is not None and len(scale.shape) == _MATRIX and scale.shape[1]:
                 block = shape[1] // scale.shape[1] if shape[1] % scale.shape[1] == 0 else None
+        dtype, assumed = assumed_dtype(catalogue, torch.bfloat16)
         return LayerSchema(
             module=module,
             dialect=self.name,
@@ -82,7 +83,8 @@ class Gemma(Dialect):
             shape=shape,
             block_size=block,
             problems=problems,
-            extras=(("dtype", catalogue.dtype or torch.bfloat16),),
+            notes=assumed,
+            extras=(("dtype", dtype),),
             named=True,
         )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from q4_dialects.experts import expert_layers, expert_of
+from q4_dialects.layer_keys import assumed_dtype
 from q4_dialects.nvfp4 import weight_of
 from q4core import Catalogue, Dialect, LayerSchema, PackedWeight, Packing, Problem, ScaleKind, WrittenLayer
 
@@ -59,6 +60,7 @@ class GptOssMxfp4(Dialect):
         blocks = catalogue.get(name + _BLOCKS)
         sizes = () if blocks is None else blocks.shape
         rule = f"one that the dialect knows ({_BLOCKS}, {_SCALES}, _bias)"
+        dtype, assumed = assumed_dtype(catalogue, torch.bfloat16)
         layer = LayerSchema(
             module=name,
             dialect=self.name,
@@ -70,7 +72,8 @@ class GptOssMxfp4(Dialect):
                 *(Problem("unknown_key", key, rule) for key in strangers),
                 *catalogue.unknown_scales(name, ("bias",)),
             ),
-            extras=(("dtype", catalogue.dtype or torch.bfloat16),),
+            notes=assumed,
+            extras=(("dtype", dtype),),
             named=named,
         )
         if len(sizes) == _EXPERTS:

@@ -34,6 +34,7 @@ from q4core import (
     WrittenLayer,
     find_format,
     pack_codes,
+    unpack_codes,
 )
 from q4core.plugin_api import FLOATS
 
@@ -65,7 +66,8 @@ _TEXTS = ("packing", "unpack_view_dtype", "compute_dtype")
 _OWN = (*_REQUIRED, *_TEXTS, *_FLAGS)
 _INTEGERS = frozenset({torch.uint8, torch.int32, torch.int64})
 _FACT = "hqq flags"
-_BYTE = 8
+_PART = 1 << 20
+"""Codes that are handled at once."""
 _LEAST_BLOCK = 32
 """Groups that cross rows become blocks that divide a row if these are not smaller, as smaller ones have many scales."""
 
@@ -201,7 +203,7 @@ class Hqq(Dialect):
         facts: _Facts = dict(layer.extras)["facts"]
         fold, (parts, columns), (rows, width) = _FOLDS[facts.packing], facts.regrouped, facts.shape
         words, scale, zero = (load(layer.keys[role]) for role in ("qdata", *_TENSORS))
-        codes = _unfolded(words.view(fold.dtype) if facts.is_float else words, fold, parts).reshape(rows, width)
+        words = words.view(fold.dtype) if facts.is_float else words
         block, order, notes = facts.block, BlockOrder.ROW, layer.notes
         if not facts.axis:
             scale, zero = (item.expand(parts, columns).reshape(rows, width) for item in (scale, zero))
@@ -212,15 +214,16 @@ class Hqq(Dialect):
                 (item if times == 1 else item.repeat_interleave(times, 0)).reshape(rows, -1) for item in (scale, zero)
             )
         else:
-            order, codes = BlockOrder.FLAT, codes.reshape(-1)
+            order = BlockOrder.FLAT
             scale, zero = scale.reshape(-1), zero.reshape(-1)
         is_byte = layer.format == "int8"
-        flat_bytes = codes if is_byte else pack_codes(codes, Packing.LOW_FIRST)
+        sizes = (rows, width) if order is BlockOrder.ROW else (1, rows * width)
+        codes = words.reshape(sizes) if is_byte else _packed(words.reshape(-1), fold, *sizes)
         if facts.flags:
             notes = (*notes, self.stored_fact(_FACT, dict(facts.flags)))
         return PackedWeight(
             format=find_format(layer.format),
-            qdata=flat_bytes,
+            qdata=codes if order is BlockOrder.ROW else codes.reshape(-1),
             scale=scale,
             zero=zero,
             out_features=rows,
@@ -256,15 +259,13 @@ class Hqq(Dialect):
             zero = weight.zero.reshape(-1, 1).to(scale.dtype)
             if not torch.equal(zero.to(torch.float64), weight.zero.reshape(-1, 1).to(torch.float64)):
                 raise self.refusal(module, "zero", f"numbers that {scale.dtype} holds", "others")
-        codes = weight.codes().reshape(count, group)
-        if not is_byte:
-            codes = (codes[: count // 2] << 4) | codes[count // 2 :]
+        codes = weight.codes() if is_byte else _folded(weight)
         name = "8bit_u8" if is_byte else "4bit_u8"
         numbers = {"nbits": 8 if is_byte else 4, "group_size": group, "axis": 1}
         texts = dict(zip(_TEXTS, (name, "torch.uint8", str(weight.dtype)), strict=True))
         flags = {**_FLAGS, **(self.read_fact(weight, _FACT) or {}), "view_as_float": 0}
         tensors = {
-            "W_q": codes,
+            "W_q": codes.reshape(-1, group),
             "scale": scale,
             "zero": zero,
             "shape": torch.tensor(weight.shape),
@@ -352,10 +353,50 @@ def _view(packing: str) -> str | None:
     return str(_FOLDS[packing].dtype) if packing in _FOLDS else None
 
 
-def _unfolded(words: torch.Tensor, fold: _Fold, rows: int) -> torch.Tensor:
-    """Return codes, one per byte, uint8 [rows, C]."""
-    if fold.parts == 1:
-        return words
-    mask = (1 << fold.bits) - 1
-    parts = [((words >> (fold.bits * (fold.parts - 1 - part))) & mask).to(torch.uint8) for part in range(fold.parts)]
-    return torch.cat(parts)[:rows]
+def _packed(words: torch.Tensor, fold: _Fold, rows: int, columns: int) -> torch.Tensor:
+    """Return the first codes of folded words as packed rows of ``columns`` codes."""
+    packed = torch.empty((rows, -(-columns // 2)), dtype=torch.uint8)
+    if rows > 1 and columns % 2:  # a row ends within a byte
+        step = max(1, _PART // columns)
+        for row in range(0, rows, step):
+            own = packed[row : row + step]
+            codes = _between(words, fold, row * columns, (row + len(own)) * columns)
+            own.copy_(pack_codes(codes.view(len(own), -1), Packing.LOW_FIRST))
+        return packed
+    flat, total = packed.view(-1), rows * columns
+    for first in range(0, total, _PART):
+        codes = pack_codes(_between(words, fold, first, min(first + _PART, total)), Packing.LOW_FIRST)
+        flat[first // 2 :][: len(codes)] = codes
+    return packed
+
+
+def _between(words: torch.Tensor, fold: _Fold, first: int, last: int) -> torch.Tensor:
+    """Return codes ``first`` … ``last`` of folded words, one per byte."""
+    size, parts = len(words), []
+    for part in range(first // size, -(-last // size)):
+        low = max(first - part * size, 0)
+        own = words[low : min(last - part * size, size)] >> (fold.bits * (fold.parts - 1 - part))
+        parts.append((own & ((1 << fold.bits) - 1)).to(torch.uint8))
+    return torch.cat(parts)
+
+
+def _folded(weight: PackedWeight) -> torch.Tensor:
+    """Return bytes whose high nibbles are the first half of the flattened weight, and whose low ones the second."""
+    half = math.prod(weight.shape) // 2
+    folded = torch.empty(half, dtype=torch.uint8)
+    for first in range(0, half, _PART):
+        last = min(first + _PART, half)
+        folded[first:last] = (_codes(weight, first, last) << 4) | _codes(weight, half + first, half + last)
+    return folded
+
+
+def _codes(weight: PackedWeight, first: int, last: int) -> torch.Tensor:
+    """Return codes ``first`` … ``last`` of the flattened weight, one per byte."""
+    if weight.blocks is BlockOrder.FLAT:
+        each = weight.packing.codes_per_byte
+        codes = unpack_codes(weight.qdata.reshape(-1)[first // each : -(-last // each)], weight.packing)
+        return codes[first % each :][: last - first]
+    width = weight.in_features
+    row = first // width
+    codes = weight.narrow(0, row, -(-last // width) - row).codes().reshape(-1)
+    return codes[first - row * width : last - row * width]

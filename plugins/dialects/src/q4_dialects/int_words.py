@@ -5,9 +5,16 @@ Codes never fill a byte each for a whole layer: temporaries take at most a few M
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from q4core import Packing, pack_codes, unpack_codes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from q4core import PackedWeight
 
 __all__ = [
     "columns_in_order",
@@ -15,7 +22,9 @@ __all__ = [
     "from_words_along_rows",
     "interleaved_from_rows",
     "pack_along_rows",
+    "row_parts",
     "rows_from_interleaved",
+    "rows_from_pairs",
     "to_columns",
     "unpack_along_rows",
 ]
@@ -102,6 +111,35 @@ def from_words_along_rows(words: torch.Tensor) -> torch.Tensor:
     """Return AWQ's int32 words [G, N / 8] of interleaved zero points as one a byte, uint8 [N, G]."""
     codes = unpack_codes(rows_from_interleaved(words), Packing.LOW_FIRST)
     return codes[:, : len(words)].contiguous()
+
+
+def rows_from_pairs(pairs: torch.Tensor) -> torch.Tensor:
+    """Return bytes [N / 2, K] of two rows each as packed rows [N, ceil(K / 2)]; an odd K ends in a zero.
+
+    Byte (r, k) holds row 2r in its low nibble.
+    """
+    count, columns = pairs.shape
+    rows = torch.empty((count, 2, -(-columns // 2)), dtype=torch.uint8, device=pairs.device)
+    step = max(1, _PART // columns)
+    for first in range(0, count, step):
+        part = torch.nn.functional.pad(pairs[first : first + step], (0, columns % 2))
+        even, odd = part[:, 0::2], part[:, 1::2]
+        rows[first : first + step, 0] = (even & 15) | (odd << 4)
+        rows[first : first + step, 1] = (even >> 4) | (odd & 0xF0)
+    return rows.view(2 * count, -1)
+
+
+def row_parts(weight: PackedWeight, multiple: int = 1) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the first row and the codes, one a byte, of some rows of ROW blocks at a time, until all are done.
+
+    Args:
+        weight: The weight.
+        multiple: What the number of rows at a time is a multiple of, but the last.
+    """
+    rows, columns = weight.shape
+    step = max(1, _PART // (multiple * columns)) * multiple
+    for first in range(0, rows, step):
+        yield first, weight.narrow(0, first, min(step, rows - first)).codes()
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:

@@ -27,11 +27,12 @@ def layer_keys(
     return {role: f"{module}.{suffix}" for role, suffix in suffixes.items() if role in required or suffix in below}
 
 
-def assumed_dtype(catalogue: Catalogue) -> tuple[torch.dtype, tuple[str, ...]]:
-    """Return the model's dtype by ``config.json``, or float32 and a note that it is assumed."""
+def assumed_dtype(catalogue: Catalogue, assumed: torch.dtype = torch.float32) -> tuple[torch.dtype, tuple[str, ...]]:
+    """Return the model's dtype by ``config.json``, or another and a note that it is assumed."""
     if catalogue.dtype is not None:
         return catalogue.dtype, ()
-    return torch.float32, ("dtype float32 assumed: neither the dialect nor config.json says it",)
+    name = str(assumed).removeprefix("torch.")
+    return assumed, (f"dtype {name} assumed: neither the dialect nor config.json says it",)
 
 
 def rank_problems(module: str, codes: TensorInfo | None) -> Iterator[Problem]:

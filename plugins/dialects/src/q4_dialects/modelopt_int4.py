@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from q4_dialects.int_words import row_parts, rows_from_pairs
 from q4_dialects.layer_keys import CACHE_SCALES, layer_keys, rank_problems, scalar_problems
 from q4core import (
     Catalogue,
@@ -30,7 +31,6 @@ from q4core import (
     Problem,
     WrittenLayer,
     find_format,
-    pack_codes,
 )
 from q4core.plugin_api import FLOATS
 
@@ -51,8 +51,8 @@ _SUFFIXES = {
 _REQUIRED = ("qdata", "scale")
 _ALGORITHMS = ("W4A16_AWQ", "W4A8_AWQ", "INT4_AWQ")
 _MATRIX = 2
-_SIGN = 8
-_CHUNK_BYTES = 1 << 22
+_SIGNS = 0x88
+"""The bits by which codes -8 … 7 differ from codes 0 … 15, in both nibbles."""
 _FP8_FACT = "weight_scale_2"
 
 
@@ -135,14 +135,12 @@ class ModelOptInt4(Dialect):
         tensors = {role: load(key) for role, key in layer.keys.items()}
         codes, scale = tensors["qdata"], tensors["scale"]
         rows, columns = codes.shape[0] * 2, codes.shape[1]
-        step = max(1, _CHUNK_BYTES // columns)
-        parts = (torch.stack((part & 15, part >> 4), 1).flatten(0, 1) ^ _SIGN for part in codes.split(step))
         notes = layer.notes
         if "fp8_scale" in tensors:
             notes = (*notes, self.stored_fact(_FP8_FACT, float(tensors["fp8_scale"])))
         return PackedWeight(
             format=find_format("int4"),
-            qdata=torch.cat([pack_codes(part, Packing.LOW_FIRST) for part in parts]),
+            qdata=rows_from_pairs(codes).bitwise_xor_(_SIGNS),
             scale=scale,
             out_features=rows,
             in_features=columns,
@@ -167,8 +165,10 @@ class ModelOptInt4(Dialect):
         self.check_writable(module, weight, features=features, activation_scale=True)
         if weight.out_features % 2:
             raise self.refusal(module, "out_features", "even, as two rows share a byte", weight.out_features)
-        codes = weight.codes() ^ _SIGN
-        tensors = {"weight": codes[0::2] | (codes[1::2] << 4), "weight_scale": weight.scale}
+        pairs = torch.empty((weight.out_features // 2, weight.in_features), dtype=torch.uint8)
+        for first, codes in row_parts(weight, 2):
+            pairs[first // 2 : (first + len(codes)) // 2] = (codes[0::2] | (codes[1::2] << 4)) ^ _SIGNS
+        tensors = {"weight": pairs, "weight_scale": weight.scale}
         if weight.input_channel_scale is not None:
             tensors["pre_quant_scale"] = weight.input_channel_scale
         if weight.activation_scale is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from q4_dialects.layer_keys import layer_keys, rank_problems, scalar_problems
+from q4_dialects.layer_keys import assumed_dtype, layer_keys, rank_problems, scalar_problems
 from q4_dialects.nvfp4 import weight_of
 from q4core import Dialect, LayerSchema, Packing, Problem, ScaleKind, WrittenLayer
 
@@ -23,6 +23,7 @@ __all__ = ["E8M0", "MX_BLOCK", "MxRows", "are_pair", "blocks_of"]
 
 MX_BLOCK = 32
 E8M0 = frozenset({torch.uint8, torch.float8_e8m0fnu})
+_BYTES = E8M0 | {torch.int8}
 _MATRIX = 2
 _BYTES_FACT = "scale dtype"
 
@@ -37,9 +38,9 @@ def blocks_of(catalogue: Catalogue, codes: str, scale: str) -> int | None:
 
 
 def are_pair(catalogue: Catalogue, codes: str, scale: str) -> bool:
-    """Return whether two tensors are integers, or powers of two; which of these is right, ``validate`` says."""
+    """Return whether two tensors hold bytes; which of them are right, ``validate`` says."""
     infos = catalogue.get(codes), catalogue.get(scale)
-    return all(info is not None and (info.dtype in E8M0 or not info.dtype.is_floating_point) for info in infos)
+    return all(info is not None and info.dtype in _BYTES for info in infos)
 
 
 class MxRows(Dialect):
@@ -60,6 +61,7 @@ class MxRows(Dialect):
         known = ("bias", *self.suffixes.values(), *self.others)
         codes = catalogue.get(keys["qdata"])
         is_matrix = codes is not None and len(codes.shape) == _MATRIX
+        dtype, assumed = assumed_dtype(catalogue, torch.bfloat16)
         return LayerSchema(
             module=module,
             dialect=self.name,
@@ -68,8 +70,8 @@ class MxRows(Dialect):
             shape=(codes.shape[0], codes.shape[1] * 2) if codes is not None and is_matrix else None,
             block_size=MX_BLOCK,
             problems=(*catalogue.unknown_scales(module, known), *rank_problems(module, codes)),
-            notes=notes,
-            extras=(("dtype", catalogue.dtype or torch.bfloat16),),
+            notes=(*notes, *assumed),
+            extras=(("dtype", dtype),),
             named=named,
         )
 

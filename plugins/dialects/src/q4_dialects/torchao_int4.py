@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from q4_dialects.experts import expert_layers, expert_of, has_experts
+from q4_dialects.int_words import row_parts
 from q4_dialects.torchao_entries import entry_of, is_read, merged_entries, prefix_of
 from q4core import (
     Catalogue,
@@ -57,6 +58,8 @@ _ENTRY = "torchao entry"
 _PRE_SCALE = "act_pre_scale"
 _ROWS, _COLUMNS, _TILE = 8, 1024, 128
 _TILE_GROUPS = (32, 64, 128, 256)
+_PART = 1 << 20
+"""Codes that are handled at once."""
 
 
 class _Int4(Dialect):
@@ -377,13 +380,17 @@ class TorchaoInt4TilePacked(_Int4):
         """Return the weight, with its codes in order and without the padding."""
         parts = {part: load(key) for part, key in layer.keys.items()}
         (rows, columns), group = layer.shape or (0, 0), layer.block_size or 1
-        nibbles = unpack_codes(parts["qdata"].contiguous().view(torch.uint8), Packing.LOW_FIRST)
-        codes = nibbles.reshape(*nibbles.shape[:2], *_SPLIT).permute(_ORDER)
-        codes = codes.reshape(-1, nibbles.shape[1] * _TILE)[:rows, :columns]
+        codes = torch.empty((rows, -(-columns // 2)), dtype=torch.uint8)
+        step = max(1, _PART // (_ROWS * columns))
+        for first, words in enumerate(parts["qdata"].split(step)):
+            nibbles = unpack_codes(words.contiguous().view(torch.uint8), Packing.LOW_FIRST)
+            some = nibbles.reshape(*words.shape[:2], *_SPLIT).permute(_ORDER).reshape(_ROWS * len(words), -1)
+            own = codes[first * step * _ROWS :][: len(some)]
+            own.copy_(pack_codes(some[: len(own), :columns], Packing.LOW_FIRST))
         scale, zero = (parts["scale_and_zero"][: -(-columns // group), :rows, place].T.contiguous() for place in (0, 1))
         return self._weight(
             layer,
-            pack_codes(codes, Packing.LOW_FIRST),
+            codes,
             scale,
             zero,
             out_features=rows,
@@ -407,12 +414,15 @@ class TorchaoInt4TilePacked(_Int4):
             raise self.refusal(module, "scale", "bfloat16", scale.dtype)
         rows, columns = _padded(weight.shape)
         more = (0, columns - weight.in_features, 0, rows - weight.out_features)
-        codes = torch.nn.functional.pad(weight.codes(), more, value=_MIDDLE)
-        sizes = (rows // _ROWS, columns // _TILE, *_SPLIT)
-        tiled = codes.reshape([sizes[place] for place in _ORDER]).permute(_BACK).reshape(*sizes[:2], 32, 32)
+        words = torch.empty((rows // _ROWS, columns // _TILE, 32, 4), dtype=torch.int32)
+        for first, codes in row_parts(weight, _ROWS):
+            own = words[first // _ROWS :][: -(-len(codes) // _ROWS)]
+            filled = torch.nn.functional.pad(codes, (*more[:3], -len(codes) % _ROWS), value=_MIDDLE)
+            sizes = (*own.shape[:2], *_SPLIT)
+            tiled = filled.reshape([sizes[place] for place in _ORDER]).permute(_BACK).reshape(*own.shape[:3], 32)
+            own.copy_(pack_codes(tiled, Packing.LOW_FIRST).view(torch.int32))
         both = torch.stack((scale.T, zero.T), -1)
         both = torch.nn.functional.pad(both, (0, 0, 0, more[3], 0, columns // weight.block_size - both.shape[0]))
-        words = pack_codes(tiled, Packing.LOW_FIRST).view(torch.int32)
         return self._written(module, weight, {"qdata": words, "scale_and_zero": both}, weight.block_size)
 
 
