@@ -21,7 +21,7 @@ from q4core.formats import FLOATS, cat_stored
 from q4core.machine.torch_state import is_plain_call, on_device, outside_inference
 from q4core.plugins.discovery import HOOKS, names_of_plugins, plugin_of_command
 from q4core.schema import MARKER as DIALECT_KEY
-from q4core.schema import find_dialect
+from q4core.schema import dialect_of, find_dialect
 from q4core.selection.cache import resolve_device
 from q4core.selection.result import emit_selection
 
@@ -34,6 +34,7 @@ __all__ = [
     "closest_name",
     "counted",
     "describe_exception",
+    "dialect_of",
     "emit",
     "emit_selection",
     "find_dialect",

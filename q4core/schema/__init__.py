@@ -6,7 +6,7 @@ file.
 
 from q4core.schema.catalogue import Catalogue, LayerSchema, Problem, TensorInfo, require_arguments
 from q4core.schema.detection import MARKER, Schema, catalogue_of, countable, detect_in, readings
-from q4core.schema.dialect import Dialect, WrittenLayer, find_dialect
+from q4core.schema.dialect import Dialect, WrittenLayer, dialect_of, find_dialect
 from q4core.schema.simple_dialects import SIMPLE_DIALECTS, SimpleNf4, SimpleNvfp4
 from q4core.schema.validation import problems_error, validate_in
 
@@ -25,6 +25,7 @@ __all__ = [
     "catalogue_of",
     "countable",
     "detect_in",
+    "dialect_of",
     "find_dialect",
     "problems_error",
     "readings",

@@ -114,6 +114,11 @@ class LayerSchema:
     named: bool = False
     nbytes: int | None = None
 
+    @property
+    def type(self) -> str | None:
+        """What the file calls the layer's storage, such as ``Q4_K``; None where it has no name of its own."""
+        return dict(self.extras).get("type")
+
 
 class Catalogue:
     """The names of a checkpoint with their dtypes and shapes, indexed by module, with its metadata and configuration.

@@ -197,6 +197,11 @@ class Dialect(abc.ABC):
             yield Problem("shape", key, f"of shape [{sizes}]", list(info.shape))
 
 
+def dialect_of(layer: LayerSchema, dialects: Iterable[Dialect]) -> Dialect:
+    """Return the dialect that found a layer, also one that only decodes it."""
+    return next(dialect for dialect in dialects if dialect.name == layer.dialect)
+
+
 def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:
     """Return a dialect by name; those that hold no format, and only recognise layers, can't be asked for.
 

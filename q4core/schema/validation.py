@@ -12,7 +12,7 @@ from q4core.diagnostics.events import emit, warn_once
 from q4core.errors import PLUGIN_FAULTS, Q4Error, Q4PluginWarning, SchemaError, counted
 from q4core.formats import FLOATS
 from q4core.schema.catalogue import Problem
-from q4core.schema.dialect import find_dialect
+from q4core.schema.dialect import dialect_of
 from q4core.weight import first_illegal
 
 if TYPE_CHECKING:
@@ -34,10 +34,8 @@ def problems_error(
 
 def validate_in(schema: Schema, catalogue: Catalogue, dialects: Sequence[Dialect]) -> tuple[Problem, ...]:
     """Return every problem of a schema that was made from a catalogue: of keys, shapes, dtypes and values at hand."""
-    known = {name: find_dialect(name, dialects) for name in schema.dialects}
-    layers = [(known[layer.dialect], layer) for layer in schema.layers.values()]
-    decoders = {dialect.name: dialect for dialect in dialects}
-    layers += [(decoders[layer.dialect], layer) for layer in schema.decoded.values()]
+    known = (*schema.layers.values(), *schema.decoded.values())
+    layers = [(dialect_of(layer, dialects), layer) for layer in known]
     found = [(pair, _layer_problems(*pair, catalogue)) for pair in layers]
     illegal = list(_number_problems(layers, catalogue))
     problems = [*schema.problems, *(problem for _, some in found for problem in some), *illegal]

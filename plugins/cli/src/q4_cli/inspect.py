@@ -108,7 +108,7 @@ def _layer_facts(
     place = layer.shape or layer.module
     kind = (
         layer.dialect,
-        dict(layer.extras).get("type"),
+        layer.type,
         layer.format,
         layer.block_size,
         tuple(sorted(layer.keys)),
@@ -127,7 +127,7 @@ def _layer_facts(
         "dialect": next((str(item.value) for item in layer.problems if item.code == "ambiguous"), layer.dialect),
         "shape": shape,
         "block_size": layer.block_size or read.get("block_size"),
-        "type": dict(layer.extras).get("type"),
+        "type": layer.type,
         "scale_kind": read.get("scale_kind"),
         "packing": read.get("packing"),
         "nbytes": nbytes,

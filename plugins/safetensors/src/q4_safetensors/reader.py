@@ -8,7 +8,7 @@ import torch
 
 from q4_safetensors.files import INDEX_SUFFIX, SUFFIX, FileSet, find_files
 from q4core import CheckpointError, TensorInfo
-from q4core.plugin_api import find_dialect, find_layers, open_regular, read_config
+from q4core.plugin_api import dialect_of, find_layers, open_regular, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,15 +38,14 @@ class SafetensorsSource:
     def read(self, module: str) -> PackedWeight:
         """Return one layer, as views of the mapped files where the dialect's order allows."""
         layer = self.schema.layers[module]
-        return find_dialect(layer.dialect, self._dialects).read(layer, self._files.load)
+        return dialect_of(layer, self._dialects).read(layer, self._files.load)
 
     def load(self, name: str) -> torch.Tensor:
         """Return one dense tensor as a view of its file; one in FP8 is decoded."""
         layer = self.schema.decoded.get(name)
         if layer is None:
             return self._files.load(name)
-        decoder = next(dialect for dialect in self._dialects if dialect.name == layer.dialect)
-        return decoder.read_dense(layer, self._files.load)
+        return dialect_of(layer, self._dialects).read_dense(layer, self._files.load)
 
     def close(self) -> None:
         """Release the files; tensors already returned stay valid."""
