@@ -46,6 +46,7 @@ class SaveRequest:
     config: Mapping[str, Any] | None = None
     max_shard_bytes: int | None = None
     lossy: bool = False
+    resume: str | None = None
 
 
 @runtime_checkable

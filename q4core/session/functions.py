@@ -75,6 +75,7 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int | None = None,
     lossy: bool = False,
+    resume: str | None = None,
 ) -> Path:
     """Write packed weights, and other tensors, as a checkpoint in one dialect.
 
@@ -91,6 +92,7 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
         config: The model's ``config.json``, for a folder; None keeps the one that is there.
         max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder. None writes one file.
         lossy: Allow what can't be expressed exactly to be rounded or left out.
+        resume: A text that says what is written: the next run with the same text goes on where a killed one ended.
 
     Returns:
         The file, or the index of the shards.
@@ -103,7 +105,7 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
     """
     request = checkpoint.SaveRequest(
         dialect=dialect, dialects=dialects(), dense=dense, metadata=metadata, config=config,
-        max_shard_bytes=max_shard_bytes, lossy=lossy,
+        max_shard_bytes=max_shard_bytes, lossy=lossy, resume=resume,
     )  # fmt: skip
     writers = default_registry().items("q4_checkpoint_writers").values()
     return checkpoint.save_by(writers, path, weights, request, _plugin_states())

@@ -7,6 +7,7 @@ tensor is there. The library then writes from a mapping of that file, and none o
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from typing import TYPE_CHECKING
 
 import attrs
@@ -14,7 +15,7 @@ import torch
 from safetensors import TensorSpec, serialize_file
 
 from q4_safetensors.header import DTYPES
-from q4_safetensors.staging import sync
+from q4_safetensors.staging import DIGEST_BYTES, sync
 from q4core import CheckpointError, TensorInfo
 from q4core.plugin_api import map_privately
 
@@ -36,26 +37,40 @@ class Shard:
     """One file under construction.
 
     Args:
-        path: A temporary name for the file.
+        path: A temporary name for the file. What is there already, of a writer that was killed, is gone on with: see
+            ``adopt``.
+        hashed: Whether ``add`` returns digests.
 
     Raises:
         OSError: The folder can't be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, hashed: bool = False) -> None:
         self.path = path
         self._data_path = path.with_suffix(".data")
         self._stored: dict[str, _Stored] = {}
+        self._hashed = hashed
         self.nbytes = 0
-        self._data: BinaryIO | None = self._data_path.open("xb+")
+        self.is_finished = path.is_file() and not self._data_path.is_file()
+        self._data: BinaryIO | None = None
+        if not self.is_finished:
+            is_there = self._data_path.is_file()
+            self._data = self._data_path.open("rb+") if is_there else self._data_path.open("xb+")
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
         """dtype and shape of the tensors so far."""
         return {name: stored.info for name, stored in self._stored.items()}
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append one tensor.
+    def adopt(self, name: str, info: TensorInfo) -> None:
+        """Append a tensor whose bytes are there already, at their place."""
+        self._stored[name] = _Stored(info, self.nbytes)
+        self.nbytes += info.nbytes
+        if self._data is not None:
+            self._data.seek(self.nbytes)
+
+    def add(self, name: str, tensor: torch.Tensor) -> str:
+        """Append one tensor, and return the digest of its bytes.
 
         Raises:
             CheckpointError: The dtype has no name in the format.
@@ -71,15 +86,22 @@ class Shard:
         whole = tensor.detach().to("cpu").contiguous()
         self._stored[name] = _Stored(TensorInfo(whole.dtype, whole.shape), self.nbytes)
         size = whole.numel() * whole.element_size()
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         if size and self._data is not None:
             # The bytes of the tensor as they lie in memory; torch offers no buffer.
-            self._data.write(memoryview((ctypes.c_char * size).from_address(whole.data_ptr())))
+            view = memoryview((ctypes.c_char * size).from_address(whole.data_ptr()))
+            self._data.write(view)
+            if self._hashed:
+                self._data.flush()
+                digest.update(view)
         self.nbytes += size
+        return digest.hexdigest()
 
-    def finish(self, metadata: Mapping[str, str]) -> None:
-        """Let the library write the file, down to the disk."""
+    def finish(self, metadata: Mapping[str, str]) -> bool:
+        """Let the library write the file, down to the disk; return False where it is there already."""
         if self._data is None:
-            return
+            return False
+        self._data.truncate(self.nbytes)
         self._data.flush()
         mapping = map_privately(self._data) if self.nbytes else bytearray(1)
         base = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive, and has its address
@@ -97,7 +119,11 @@ class Shard:
         self.path.chmod(self._data_path.stat().st_mode & 0o777)  # the library's files are their owner's alone
         sync(self.path)
         self.close()
-        self._data_path.unlink()
+        return True
+
+    def remove_data(self) -> None:
+        """Remove the temporary file of the data, once the finished one is on record."""
+        self._data_path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the temporary file."""

@@ -6,6 +6,8 @@ it is not locked and not empty: a writer locks its folder before it puts anythin
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -18,7 +20,9 @@ if sys.platform != "win32":  # there, the files of killed writers are not remove
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Staging", "sync"]
+__all__ = ["DIGEST_BYTES", "Staging", "sync"]
+
+DIGEST_BYTES = 16
 
 
 class Staging:
@@ -26,15 +30,25 @@ class Staging:
 
     Args:
         folder: Where the files will be published.
+        resume: What is written, as a text: a killed writer's files under the same text are gone on with.
 
     Raises:
-        OSError: The folder can't be written.
+        OSError: The folder can't be written, or another process writes the same there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        _remove_abandoned(folder)
-        self.path = folder / f".q4core-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    def __init__(self, folder: Path, resume: str | None = None) -> None:
+        own = f"{os.getpid()}-{secrets.token_hex(8)}"
+        if resume is not None:
+            own = hashlib.blake2b(resume.encode(), digest_size=DIGEST_BYTES).hexdigest()
+        self.path = folder / f".q4core-{own}.tmp"
+        _remove_abandoned(folder, self.path)
         self._lock: int | None = None
+        if resume is not None:
+            self.path.mkdir(exist_ok=True)
+            self._lock = _lock(self.path, wait=False)
+            if self._lock is None and sys.platform != "win32":
+                raise OSError(errno.EBUSY, "another process writes the same", str(self.path))
+            return
         try:
             self.path.mkdir()
             self._lock = _lock(self.path, wait=True)
@@ -52,14 +66,20 @@ class Staging:
     def discard(self) -> None:
         """Remove the folder with whatever is left in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Leave the folder to the next writer of the same."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove the folders of writers that live no longer."""
+def _remove_abandoned(folder: Path, own: Path) -> None:
+    """Remove the folders of writers that live no longer, but for one's own."""
     for path in folder.glob(".q4core-*.tmp"):
+        if path == own:
+            continue
         lock = _lock(path, wait=False) if path.is_dir() and not path.is_symlink() else None
         if lock is None:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,11 @@ import attrs
 from safetensors import SafetensorError
 
 from q4_safetensors.files import SUFFIX
+from q4_safetensors.journal import Entry, Journal
 from q4_safetensors.shard import Shard
 from q4_safetensors.staging import Staging, sync
 from q4_safetensors.target import FOREIGN_SUFFIXES, INDEX, SINGLE, Target
-from q4core import CheckpointError, DialectError, OpenRequest, SchemaError, WeightError, WeightSpec
+from q4core import CheckpointError, DialectError, OpenRequest, SchemaError, WeightError, WeightSpec, default_registry
 from q4core.plugin_api import DIALECT_KEY, emit, find_dialect, find_layers, read_object
 
 if TYPE_CHECKING:
@@ -49,15 +51,21 @@ class SafetensorsWriter:
         """
         dense = request.dense or {}
         writer: _Writer | None = None
+        is_stopped = False
         try:
             target = Target.of(path, request)
             writer = _Writer(target, find_dialect(request.dialect, request.dialects), request)
             for module in weights:
-                writer.add_layer(module, weights[module])
+                if not writer.adopt(module, is_layer=True):
+                    writer.add_layer(module, weights[module])
             for name in dense:
-                writer.add_dense(name, dense[name])
+                if not writer.adopt(name, is_layer=False):
+                    writer.add_dense(name, dense[name])
             writer.finish()
             return writer.publish()
+        except (KeyboardInterrupt, SystemExit):
+            is_stopped = request.resume is not None
+            raise
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise CheckpointError(
@@ -65,7 +73,7 @@ class SafetensorsWriter:
             ) from error
         finally:
             if writer is not None:
-                writer.discard()
+                writer.discard(keep=is_stopped)
 
 
 class _Writer:
@@ -76,11 +84,35 @@ class _Writer:
         self._dialect = dialect
         self._request = request
         self._staging: Staging | None = None
+        self._journal: Journal | None = None
+        self._done: collections.deque[Entry] = collections.deque()
         self._shards: list[tuple[Shard, dict[str, WrittenLayer], list[str]]] = []
         self._homes: dict[str, int] = {}
         self._specs: dict[str, WeightSpec] = {}
         self._config: dict[str, Any] | None = None
         self._is_new_folder = not target.folder.exists()
+        if request.resume is not None:
+            self._journal = Journal(self._open_staging().path)
+            self._done.extend(self._journal.entries)
+
+    def adopt(self, name: str, *, is_layer: bool) -> bool:
+        """Take a layer or tensor as a killed writer stored it, or return False; from the first one on all are new."""
+        entry = self._done.popleft() if self._done else None
+        if entry is None:
+            return False
+        infos = entry.infos
+        part = self._shard_for(sum(info.nbytes for info in infos.values()))
+        if (entry.name, entry.metadata is not None, entry.shard) != (name, is_layer, len(self._shards) - 1):
+            raise CheckpointError("save_checkpoint", name="resume", rule="a text for each result", value=entry.name)
+        for key, info in infos.items():
+            self._claim(key)
+            part[0].adopt(key, info)
+        if is_layer:
+            part[1][name] = entry.layer
+            self._specs[name] = WeightSpec.from_json(entry.spec, formats=default_registry().formats().values())
+        else:
+            part[2].append(name)
+        return True
 
     def add_layer(self, module: str, weight: PackedWeight) -> None:
         """Write one layer to the current shard."""
@@ -103,18 +135,26 @@ class _Writer:
             weight = self._dialect.approximate(weight)
             layer = self._dialect.write(module, weight)
         shard, layers, _ = self._shard_for(sum(item.numel() * item.element_size() for item in layer.tensors.values()))
-        for name, tensor in layer.tensors.items():
-            self._claim(name)
-            shard.add(name, tensor)
         layers[module] = attrs.evolve(layer, tensors={})
         self._specs[module] = WeightSpec.of(weight)
+        stored = {name: self._store(shard, name, tensor) for name, tensor in layer.tensors.items()}
+        spec = self._specs[module].to_json()
+        self._note(Entry(module, len(self._shards) - 1, stored, dict(layer.metadata), spec))
 
     def add_dense(self, name: str, tensor: torch.Tensor) -> None:
         """Write one other tensor to the current shard."""
         shard, _, dense = self._shard_for(tensor.numel() * tensor.element_size())
-        self._claim(name)
-        shard.add(name, tensor)
         dense.append(name)
+        self._note(Entry(name, len(self._shards) - 1, {name: self._store(shard, name, tensor)}))
+
+    def _store(self, shard: Shard, name: str, tensor: torch.Tensor) -> tuple[str, list[int], str]:
+        self._claim(name)
+        digest = shard.add(name, tensor)
+        return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), digest
+
+    def _note(self, entry: Entry) -> None:
+        if self._journal is not None:
+            self._journal.add(entry)
 
     def _shard_for(self, nbytes: int) -> tuple[Shard, dict[str, WrittenLayer], list[str]]:
         """Return the shard for a tensor of that size: the current one, unless it would grow too large."""
@@ -125,11 +165,15 @@ class _Writer:
                 return self._shards[-1]
             if not self._dialect.metadata_spans_shards:
                 self._finish_shard(self._shards[-1])
+        path = self._open_staging().path / f"{len(self._shards)}.safetensors"
+        self._shards.append((Shard(path, hashed=self._journal is not None), {}, []))
+        return self._shards[-1]
+
+    def _open_staging(self) -> Staging:
         if self._staging is None:
             self._target.folder.mkdir(parents=True, exist_ok=True)
-            self._staging = Staging(self._target.folder)
-        self._shards.append((Shard(self._staging.path / f"{len(self._shards)}.safetensors"), {}, []))
-        return self._shards[-1]
+            self._staging = Staging(self._target.folder, self._request.resume)
+        return self._staging
 
     def _claim(self, name: str) -> None:
         if name in self._homes or name == "__metadata__":
@@ -138,7 +182,9 @@ class _Writer:
 
     def _finish_shard(self, part: tuple[Shard, dict[str, WrittenLayer], list[str]]) -> None:
         layers, dense = self._contents() if self._dialect.metadata_spans_shards else part[1:]
-        part[0].finish(self._header_of(layers, dense))
+        if part[0].finish(self._header_of(layers, dense)) and self._journal is not None:
+            self._journal.finish(self._shards.index(part))
+        part[0].remove_data()
 
     def _contents(self) -> tuple[dict[str, WrittenLayer], list[str]]:
         """Return the layers and the names of the other tensors of all shards."""
@@ -256,11 +302,13 @@ class _Writer:
         weight_map = {tensor: names[index] for tensor, index in sorted(self._homes.items())}
         return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
 
-    def discard(self) -> None:
-        """Remove every temporary file; after ``publish`` there is none."""
+    def discard(self, *, keep: bool = False) -> None:
+        """Remove every temporary file, or leave them to the next writer; after ``publish`` there is none."""
         for shard, _, _ in self._shards:
             shard.close()
+        if self._journal is not None:
+            self._journal.close()
         if self._staging is not None:
-            self._staging.discard()
+            (self._staging.release if keep else self._staging.discard)()
         if self._is_new_folder and self._target.folder.is_dir() and not any(self._target.folder.iterdir()):
             self._target.folder.rmdir()
