@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".cpp", ".c", ".h", ".hpp", ".cu", ".cuh"}
 NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
-    "q4core": 11_600,
+    "q4core": 11_720,
     "plugins/actors": 6_650,
     "plugins/cli": 2_600,
     "plugins/cpu-native": None,
@@ -26,7 +26,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/nvfp4-native": None,
     "plugins/programs": 1_900,
     "plugins/quantize": 860,
-    "plugins/safetensors": 1_270,
+    "plugins/safetensors": 1_170,
     "plugins/snn": 2_800,
     "plugins/transformers": 2_500,
     "plugins/triton-kernels": None,

@@ -42,7 +42,7 @@ class SaveRequest:
     dialect: str
     dialects: tuple[Dialect, ...]
     dense: Mapping[str, torch.Tensor] | None = None
-    metadata: Mapping[str, str] | None = None
+    metadata: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
     max_shard_bytes: int | None = None
     lossy: bool = False

@@ -33,7 +33,7 @@ def save_by(
     target = _checked_path(path)
     for name, text in _mapping("metadata", request.metadata).items():
         _check_name("metadata", name)
-        if not _is_text(text):
+        if isinstance(text, str) and not _is_text(text):
             _fail(f"metadata[{name!r}]", _TEXT, text)
     if request.config is not None and not isinstance(request.config, Mapping):
         _fail("config", "a mapping", request.config)
@@ -59,7 +59,7 @@ def save_by(
     names = ", ".join(writer.name for writer in fitting or known)
     rule = "a file or folder that exactly one installed writer takes"
     value = names if fitting else f"none of {names}" if known else f"{target.name}, and no writer is installed"
-    hint = "Name a folder, or a file that ends in .safetensors." if known else way_to("safetensors", plugins)
+    hint = "Name a folder, or a file that ends in .safetensors or .gguf." if known else way_to("safetensors", plugins)
     raise CheckpointError(_WHAT, name="path", rule=rule, value=value, where=str(target), hint=hint)
 
 

@@ -14,6 +14,7 @@ from q4core.checkpoint.files import (
     unreadable,
 )
 from q4core.checkpoint.opening import find_layers
+from q4core.checkpoint.staging import Staging, sync
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit, muted, note_fault, parse_log, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name, counted
@@ -30,6 +31,7 @@ __all__ = [
     "FLOATS",
     "HOOKS",
     "PLUGIN_FAULTS",
+    "Staging",
     "cat_stored",
     "closest_name",
     "counted",
@@ -55,6 +57,7 @@ __all__ = [
     "read_object",
     "require_regular",
     "resolve_device",
+    "sync",
     "unreadable",
     "warn_once",
 ]

@@ -71,7 +71,7 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
     *,
     dialect: str,
     dense: Mapping[str, torch.Tensor] | None = None,
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int | None = None,
     lossy: bool = False,
@@ -83,14 +83,16 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
     Whatever was at ``path`` stays until the new checkpoint is on the disk as a whole, and then gives way to it.
 
     Args:
-        path: A file (``….safetensors``), or a folder, which also gets an entry in ``config.json`` where the dialect's
-            own readers look for one.
+        path: A file (``….safetensors``, ``….gguf``), or a folder, which also gets an entry in ``config.json`` where
+            the dialect's own readers look for one.
         weights: Module → weight.
-        dialect: Name of the dialect.
+        dialect: Name of the dialect; ``"gguf"`` for a GGUF file.
         dense: Name → tensor for everything else.
-        metadata: Further header metadata, text by key; the dialect's own entries come before it.
+        metadata: Further header metadata by key, such as ``Checkpoint.metadata``; the dialect's own entries come before
+            it. safetensors holds texts alone.
         config: The model's ``config.json``, for a folder; None keeps the one that is there.
-        max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder. None writes one file.
+        max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder and for GGUF. None writes
+            one file.
         lossy: Allow what can't be expressed exactly to be rounded or left out.
         resume: A text that says what is written: the next run with the same text goes on where a killed one ended.
 

@@ -13,7 +13,7 @@ import q4core as q4
 from tests.support.checkpoints import is_same, packed, trio, visible
 
 if TYPE_CHECKING:
-    from q4_safetensors.staging import Staging
+    from q4core.plugin_api import Staging
 
 
 def _unlock_only(staging: Staging) -> None:
@@ -51,7 +51,7 @@ def test_a_crash_leaves_the_old_or_the_new_checkpoint(
         with monkeypatch.context() as patch:
             for name in ("replace", "open", "unlink", "mkdir"):
                 patch.setattr(Path, name, count(getattr(Path, name)))
-            patch.setattr("q4_safetensors.staging.Staging.discard", _unlock_only)
+            patch.setattr("q4core.plugin_api.Staging.discard", _unlock_only)
             try:
                 q4.save_checkpoint(folder, second, dialect="simple-nf4", max_shard_bytes=new, config={"version": 2})
             except Crash:
@@ -156,7 +156,7 @@ def test_tensors_that_would_change_a_layer_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "arguments", "field"),
     [
-        ("x.gguf", {}, "path"),
+        ("x.npz", {}, "path"),
         ("x.bin", {}, "path"),
         ("x.safetensors", {"max_shard_bytes": 1}, "path"),
         ("x.safetensors", {"config": {}}, "path"),

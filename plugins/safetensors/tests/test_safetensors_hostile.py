@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_safetensors.staging import Staging
+from q4core.plugin_api import Staging
 from tests.support.checkpoints import is_same, packed, save, tensors_of_two, visible
 from tests.support.footprint import run_child
 

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
     Part = Callable[[torch.Tensor], torch.Tensor]
 
-__all__ = ["DENSE_TYPES", "PACKED_TYPES", "UNPACKED_TYPES", "BlockLayout", "GgmlType", "find_type", "name_of"]
+__all__ = [
+    "ALIKE_TYPES",
+    "DENSE_TYPES",
+    "FACT",
+    "PACKED_TYPES",
+    "UNPACKED_TYPES",
+    "BlockLayout",
+    "GgmlType",
+    "find_type",
+    "name_of",
+    "number_of",
+]
 
 
 @attrs.frozen(kw_only=True)
@@ -127,6 +138,10 @@ DENSE_TYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+ALIKE_TYPES = frozenset({"Q5_0", "Q8_1", "TQ1_0", "TQ2_0"})
+"""Packed types whose form is also that of a commoner type."""
+FACT = "ggml type"
+"""Name of the note with a weight's type, where that is one of ``ALIKE_TYPES``."""
 UNPACKED_TYPES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"})
 """Types that no format here expresses; on request they are read as dense float32."""
 
@@ -188,6 +203,7 @@ _TYPES = {
     41: GgmlType("Q1_0", 128, 18),
     42: GgmlType("Q2_0", 64, 18),
 }
+_NUMBERS = {kind.name: (number, kind) for number, kind in _TYPES.items()}
 _REMOVED = {
     4: "Q4_2",
     5: "Q4_3",
@@ -234,6 +250,11 @@ _IK_ROWS = range(200, 400)
 def find_type(number: int) -> GgmlType | None:
     """Return the type with that number, or None where its size is not known here."""
     return _TYPES.get(number)
+
+
+def number_of(name: str) -> tuple[int, GgmlType]:
+    """Return the number of a type, and the type, by its name."""
+    return _NUMBERS[name]
 
 
 def name_of(number: int) -> str:

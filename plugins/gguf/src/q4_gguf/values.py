@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 if TYPE_CHECKING:
     from q4_gguf.cursor import Cursor
 
-__all__ = ["ArrayValue", "read_value"]
+__all__ = ["KINDS", "ArrayValue", "TypedFloat", "TypedInt", "kind_of", "read_value"]
 
 TEXT_LIMIT_BYTES = 64 * 2**20
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
@@ -27,6 +27,63 @@ _NUMBERS = {
     12: ("float64", struct.Struct("<d")),
 }
 _LENGTH = struct.Struct("<Q")
+
+
+KINDS = {**{number: name for number, (name, _) in _NUMBERS.items()}, _TEXT: "string", _ARRAY: "array"}
+"""Number of a type of value → its name."""
+_WHOLE = {
+    name: range(-(2 ** (bits - 1)) if name[0] == "i" else 0, 2 ** (bits - (name[0] == "i")))
+    for bits in (32, 64, 16, 8)
+    for name in (f"uint{bits}", f"int{bits}")
+}
+"""Types of whole numbers, those that a number without a type gets first, with their ranges."""
+
+
+class TypedInt(int):
+    """A whole number whose type in the file is not the one that its size would get.
+
+    Args:
+        value: The number.
+        kind: The type's name, such as ``"uint16"``.
+    """
+
+    kind: str
+
+    def __new__(cls, value: int, kind: str) -> TypedInt:  # noqa: PYI034  # Self needs Python 3.11
+        """Check the range.
+
+        Raises:
+            ValueError: There is no such type, or it does not reach the number.
+        """
+        if kind not in _WHOLE or value not in _WHOLE[kind]:
+            raise ValueError(f"{value} of type {kind!r}")
+        number = super().__new__(cls, value)
+        number.kind = kind
+        return number
+
+    def __reduce__(self) -> tuple[type[TypedInt], tuple[int, str]]:
+        """Pickle and copy it with its type."""
+        return TypedInt, (int(self), self.kind)
+
+
+class TypedFloat(float):
+    """A number of type float64; others are float32."""
+
+    kind = "float64"
+
+
+def kind_of(value: object) -> str | None:
+    """Return the name of the type of a number, truth value or text in a file; None where there is none.
+
+    A whole number without a type has 32 bits where they suffice, and no sign where it needs none; a float has 32 bits.
+    """
+    if isinstance(value, (TypedInt, TypedFloat)):
+        return value.kind
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return next((name for name, legal in _WHOLE.items() if value in legal), None)
+    return "float32" if isinstance(value, float) else "string" if isinstance(value, str) else None
 
 
 class ArrayValue(Sequence[Any]):
@@ -54,6 +111,12 @@ class ArrayValue(Sequence[Any]):
             self._step_over_texts()
         else:
             cursor.skip(count * _NUMBERS[kind][1].size, name)
+        self._end = cursor.position
+
+    @property
+    def raw(self) -> memoryview:
+        """The items' bytes, as they are in the file."""
+        return memoryview(self._cursor.data)[self._start : self._end]
 
     def _step_over_texts(self) -> None:
         cursor = self._cursor
@@ -134,7 +197,7 @@ def read_value(cursor: Cursor, name: str) -> Any:
         name: The metadata key, for messages.
 
     Returns:
-        int, float, bool, str or ``ArrayValue``.
+        int, float, bool, str or ``ArrayValue``; a number of a rarer type is a ``TypedInt`` or ``TypedFloat``.
 
     Raises:
         CheckpointError: The type is not known, the value does not fit into the file, or it is not legal.
@@ -143,8 +206,13 @@ def read_value(cursor: Cursor, name: str) -> Any:
     if kind == _TEXT:
         return cursor.text(name, TEXT_LIMIT_BYTES)
     if kind in _NUMBERS:
-        value = cursor.unpack(_NUMBERS[kind][1], name)
-        return _truth(cursor, value, name) if kind == _BOOL else value
+        type_name, number = _NUMBERS[kind]
+        value = cursor.unpack(number, name)
+        if kind == _BOOL:
+            return _truth(cursor, value, name)
+        if isinstance(value, float):
+            return TypedFloat(value) if type_name == TypedFloat.kind else value
+        return value if type_name == kind_of(value) else TypedInt(value, type_name)
     if kind != _ARRAY:
         cursor.fail(f"type of {name}", f"one of {sorted({*_NUMBERS, _TEXT, _ARRAY})}", kind)
     item_kind = cursor.u32(f"item type of {name}")

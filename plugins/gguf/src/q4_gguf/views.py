@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES
-from q4core import CheckpointError, PackedWeight, ScaleKind, find_format, pack_codes
+from q4_gguf.ggml import ALIKE_TYPES, DENSE_TYPES, FACT, PACKED_TYPES
+from q4core import CheckpointError, Dialect, PackedWeight, ScaleKind, find_format, pack_codes
 from q4core.plugin_api import map_privately, open_regular, unreadable
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def packed_weight(
         dtype=torch.float32,
         name=name,
         dialect="gguf",
+        notes=(Dialect.stored_fact(FACT, entry.type_name),) if entry.type_name in ALIKE_TYPES else (),
         **fields,
     )
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4_safetensors.staging import DIGEST_BYTES
 from q4core import TensorInfo, WrittenLayer
 
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-__all__ = ["Entry", "Journal"]
+__all__ = ["DIGEST_BYTES", "Entry", "Journal"]
 
+DIGEST_BYTES = 16
 _FINISHED = "finished"
 
 

@@ -15,9 +15,9 @@ import torch
 from safetensors import TensorSpec, serialize_file
 
 from q4_safetensors.header import DTYPES
-from q4_safetensors.staging import DIGEST_BYTES, sync
+from q4_safetensors.journal import DIGEST_BYTES
 from q4core import CheckpointError, TensorInfo
-from q4core.plugin_api import map_privately
+from q4core.plugin_api import map_privately, sync
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

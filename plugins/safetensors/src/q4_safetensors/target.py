@@ -44,6 +44,9 @@ class Target:
         def fail(name: str, rule: str, value: object) -> NoReturn:
             raise CheckpointError("save_checkpoint", name=name, rule=rule, value=value, where=str(path))
 
+        for key, text in (request.metadata or {}).items():
+            if not isinstance(text, str):
+                fail(f"metadata[{key!r}]", "a text, as safetensors holds no other values", text)
         limit = request.max_shard_bytes
         if limit is not None and not (isinstance(limit, int) and limit > 0):
             fail("max_shard_bytes", "a positive integer", limit)

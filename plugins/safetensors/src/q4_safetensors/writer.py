@@ -13,10 +13,9 @@ from safetensors import SafetensorError
 from q4_safetensors.files import SUFFIX
 from q4_safetensors.journal import Entry, Journal
 from q4_safetensors.shard import Shard
-from q4_safetensors.staging import Staging, sync
 from q4_safetensors.target import FOREIGN_SUFFIXES, INDEX, SINGLE, Target
 from q4core import CheckpointError, DialectError, OpenRequest, SchemaError, WeightError, WeightSpec, default_registry
-from q4core.plugin_api import DIALECT_KEY, emit, find_dialect, find_layers, read_object
+from q4core.plugin_api import DIALECT_KEY, Staging, emit, find_dialect, find_layers, read_object, sync
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,9 +20,9 @@ if sys.platform != "win32":  # there, the files of killed writers are not remove
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["DIGEST_BYTES", "Staging", "sync"]
+__all__ = ["Staging", "sync"]
 
-DIGEST_BYTES = 16
+_DIGEST_BYTES = 16
 
 
 class Staging:
@@ -39,7 +39,7 @@ class Staging:
     def __init__(self, folder: Path, resume: str | None = None) -> None:
         own = f"{os.getpid()}-{secrets.token_hex(8)}"
         if resume is not None:
-            own = hashlib.blake2b(resume.encode(), digest_size=DIGEST_BYTES).hexdigest()
+            own = hashlib.blake2b(resume.encode(), digest_size=_DIGEST_BYTES).hexdigest()
         self.path = folder / f".q4core-{own}.tmp"
         _remove_abandoned(folder, self.path)
         self._lock: int | None = None
