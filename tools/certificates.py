@@ -23,6 +23,7 @@ JUDGED = [  # what one process judges comes first: in CI, other sessions run at 
     *("simple-nf4", "simple-nvfp4", "bitsandbytes", "comfyui-nvfp4", "compressed-tensors-nvfp4", "modelopt-nvfp4"),
     *("compressed-tensors-int4", "gpt-oss-mxfp4"),
     *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
+    *("safetensors", "gguf"),
     *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),
 ]
 """Names with a page in docs/certificates."""

@@ -13,6 +13,7 @@ from q4_conformance import (
     core_cases,
     device_cases,
     dialect_cases,
+    file_cases,
     layer_cases,
     linear_cases,
     memory_cases,
@@ -24,7 +25,7 @@ from q4_conformance.execution.in_process import run_case
 from q4_conformance.oracle.decoding import decode_codes
 from q4_conformance.oracle.exact import as_given, exact_input_gradient, exact_linear, exact_weight
 
-PLAIN = (*memory_cases(), *dialect_cases(), *layer_cases(), *program_cases(), *core_cases())
+PLAIN = (*memory_cases(), *dialect_cases(), *layer_cases(), *file_cases(), *program_cases(), *core_cases())
 EVERY = (*linear_cases(), *backend_cases(), *device_cases(), *PLAIN)
 CONTRACT = {f"TC-{number:02d}" for number in range(1, 24)} - {"TC-13"}  # q4-actors tests its own
 EXTENDED = {f"EX-{number:02d}" for number in range(1, 22)}

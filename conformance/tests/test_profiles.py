@@ -83,8 +83,8 @@ def test_what_does_not_fit_is_refused(name: str, options: dict[str, object]) -> 
         ("dequant-fallback", "kernal", "one of kernel, program for 'dequant-fallback'"),
         ("dequant-fallback", "memory", "one of kernel, program for 'dequant-fallback'"),
         ("q4core", "kernal", "core for 'q4core'"),
-        ("some:function", "kernal", "one of kernel, memory, dialect, layer, program for 'some:function'"),
-        ("nobody", "kernal", "one of kernel, memory, dialect, layer, program, core for 'a target'"),
+        ("some:function", "kernal", "one of kernel, memory, dialect, file, layer, program for 'some:function'"),
+        ("nobody", "kernal", "one of kernel, memory, dialect, file, layer, program, core for 'a target'"),
     ],
 )
 def test_a_refused_profile_lists_those_of_the_name(name: str, profile: str, rule: str) -> None:
@@ -138,6 +138,6 @@ def test_without_the_reference_nobody_is_judged(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(pickle.loads(pickle.dumps(caught.value)), LookupError)  # noqa: S301  # our own
 
 
-def test_profiles_are_the_six() -> None:
+def test_profiles_are_the_seven() -> None:
     """The profiles' names are fixed."""
-    assert PROFILES == ("kernel", "memory", "dialect", "layer", "program", "core")
+    assert PROFILES == ("kernel", "memory", "dialect", "file", "layer", "program", "core")

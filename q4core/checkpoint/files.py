@@ -101,8 +101,10 @@ def parse_json(text: bytes, *, what: str, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise CheckpointError(what, name=f"key {twice!r}", rule="there once", value="a duplicate", where=where)
+            twice = ", ".join(
+                repr(key) for key, times in collections.Counter(key for key, _ in pairs).items() if times > 1
+            )
+            raise CheckpointError(what, name=f"key {twice}", rule="there once", value="a duplicate", where=where)
         return found
 
     def refuse(constant: str) -> NoReturn:

@@ -150,3 +150,13 @@ def test_array_items_are_checked_when_decoded() -> None:
 def test_unaligned_file_end_needs_no_padding() -> None:
     """A file without tensors may end right after its header."""
     assert read_header(header(pair(b"k", 0, b"\5"))[:-4096], "f").metadata == {"k": 5}
+
+
+def test_every_problem_of_the_directory_is_in_one_error() -> None:
+    """Tensors out of place, twice there or over another are all named at once, with the rule of each."""
+    entries = (tensor(b"a"), tensor(b"b", offset=32), tensor(b"a", offset=64), tensor(b"c", offset=2**62))
+    with pytest.raises(CheckpointError, match="3 problems") as caught:
+        read_header(header(tensors=entries), "bad.gguf")
+    assert caught.value.where == "bad.gguf"
+    for text_ in ("unique, got 'a'", "end of tensor 'c'", "position of tensor 'b'"):
+        assert text_ in str(caught.value)

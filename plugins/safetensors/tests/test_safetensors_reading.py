@@ -220,3 +220,33 @@ def test_malformed_json_files_are_refused(name: str, text: str, tmp_path: Path) 
     with pytest.raises(q4.CheckpointError) as caught:
         q4.open(tmp_path)
     assert caught.value.where == str(tmp_path / name)
+
+
+def test_every_problem_of_a_header_is_in_one_error(tmp_path: Path) -> None:
+    """Where the library stops at its first problem, the error names what is wrong with each tensor."""
+    entries = {
+        "right": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+        "over": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]},
+        "odd": {"dtype": "F99", "shape": [4], "data_offsets": [16, 32]},
+        "short": {"dtype": "F32", "shape": [4], "data_offsets": [32, 40]},
+        "outside": {"dtype": "F32", "shape": [4], "data_offsets": [64, 80]},
+        "bare": {},
+    }
+    path = _raw(tmp_path / "x.safetensors", entries, bytes(48))
+    with pytest.raises(q4.CheckpointError, match="valid for the safetensors library") as caught:
+        q4.open(path)
+    assert caught.value.where == str(path)
+    for text in ("5 problems", "'over' overlaps 'right'", "F99", "'short' has 8 bytes for 16", "'outside'", "'bare'"):
+        assert text in str(caught.value)
+
+
+def test_names_that_are_there_twice_are_all_named(tmp_path: Path) -> None:
+    """The library takes the last of a name; the error names each that is there twice."""
+    facts = '{"dtype":"F32","shape":[1],"data_offsets":[%d,%d]}'
+    rows = [f'"{name}":{facts % (4 * place, 4 * place + 4)}' for place, name in enumerate("abacb")]
+    text = f"{{{','.join(rows)}}}".encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(20))
+    with pytest.raises(q4.CheckpointError, match="key 'a', 'b' must be there once") as caught:
+        q4.open(path)
+    assert caught.value.where == str(path)

@@ -12,6 +12,7 @@ from q4_conformance_faults.fault import (
     DEVICE_FAULTS,
     DIALECT_FAULTS,
     FAULTS,
+    FILE_FAULTS,
     FUNCTION_FAULTS,
     LAYER_FAULTS,
     PROGRAM_FAULTS,
@@ -21,12 +22,14 @@ from q4_conformance_faults.fault import (
 from q4_conformance_faults.lifecycle import crashing, hanging, talking
 from q4_conformance_faults.toy import ToyKernel, function_of
 from q4_conformance_faults.toy_dialect import ToyDialect
+from q4_conformance_faults.toy_files import ToyReader
 from q4_conformance_faults.toy_provider import ToyProvider
 
 __all__ = [
     "DEVICE_FAULTS",
     "DIALECT_FAULTS",
     "FAULTS",
+    "FILE_FAULTS",
     "FUNCTION_FAULTS",
     "LAYER_FAULTS",
     "PROGRAM_FAULTS",
@@ -36,13 +39,14 @@ __all__ = [
     "ToyDialect",
     "ToyKernel",
     "ToyProvider",
+    "ToyReader",
     "crashing",
     "function_of",
     "hanging",
     "talking",
 ]
 
-for _name in ("boundary", "dense", "devices", "dialects", "layers", "lifecycle", "memory"):
+for _name in ("boundary", "dense", "devices", "dialects", "files", "layers", "lifecycle", "memory"):
     importlib.import_module(f"{__name__}.{_name}")  # which enters its faults
 for _name in ("programs", "providers", "shapes", "spikes", "threads", "values", "weights"):
     importlib.import_module(f"{__name__}.{_name}")  # as above

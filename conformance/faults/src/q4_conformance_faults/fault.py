@@ -22,7 +22,7 @@ class Fault:
     """One planted fault.
 
     Args:
-        name: Its name, and that of the backend, provider, dialect or layer type that has it.
+        name: Its name, and that of the backend, provider, dialect, reader or layer type that has it.
         make: Returns what has it, by its name, a dialect by nothing; or is the function.
         caught_by: How the id of the case starts that is meant to catch it.
         says: A part of that case's message.
@@ -50,6 +50,7 @@ FAULTS: list[Fault] = []
 DEVICE_FAULTS: list[Fault] = []
 """Faults of what the cases of devices judge; they are judged on the CPU as well."""
 DIALECT_FAULTS: list[Fault] = []
+FILE_FAULTS: list[Fault] = []
 PROVIDER_FAULTS: list[Fault] = []
 FUNCTION_FAULTS: list[Fault] = []
 LAYER_FAULTS: list[Fault] = []
@@ -75,6 +76,7 @@ numeric_fault = _planting(FAULTS, is_numeric=True)
 backend_fault = _planting(FAULTS)
 device_fault = _planting(DEVICE_FAULTS, format="nvfp4")
 dialect_fault = _planting(DIALECT_FAULTS)
+file_fault = _planting(FILE_FAULTS)
 provider_fault = _planting(PROVIDER_FAULTS)
 function_fault = _planting(FUNCTION_FAULTS, prefix="")
 layer_fault = _planting(LAYER_FAULTS)

@@ -12,6 +12,7 @@ from q4_conformance_faults import (
     DEVICE_FAULTS,
     DIALECT_FAULTS,
     FAULTS,
+    FILE_FAULTS,
     LAYER_FAULTS,
     PROGRAM_FAULTS,
     PROVIDER_FAULTS,
@@ -20,6 +21,7 @@ from q4_conformance_faults import (
     ToyDialect,
     ToyKernel,
     ToyProvider,
+    ToyReader,
 )
 from q4_conformance_faults.layers import ToyLayerType
 from q4core import hookimpl
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
     from q4core import Backend, Dialect, MemoryProvider
 
-__all__ = ["MODULE", "VARIABLE", "q4_backends", "q4_dialects", "q4_layers", "q4_memory_providers", "release"]
+__all__ = ["MODULE", "VARIABLE", "q4_backends", "q4_checkpoint_readers", "q4_dialects", "q4_layers"]
+__all__ += ["q4_memory_providers", "release"]
 
 MODULE = "q4_conformance_faults.plugin"
 VARIABLE = "Q4_CONFORMANCE_FAULTS"
@@ -44,6 +47,7 @@ _BACKENDS = _makers("toy", ToyKernel, (*FAULTS, *DEVICE_FAULTS, *PROGRAM_FAULTS)
 _BACKENDS |= {kernel.name: type(kernel) for kernel in UNUSUAL}
 _PROVIDERS = _makers("toy-memory", ToyProvider, PROVIDER_FAULTS)
 _DIALECTS = _makers(ToyDialect.name, ToyDialect, DIALECT_FAULTS)
+_READERS = _makers("toy-files", ToyReader, FILE_FAULTS)
 _LAYERS = _makers("toy-layer", ToyLayerType, LAYER_FAULTS)
 _out: dict[str, Backend] = {}
 
@@ -76,6 +80,12 @@ def q4_memory_providers() -> list[MemoryProvider]:
 def q4_dialects() -> list[Dialect]:
     """Return the dialects that are named."""
     return [_DIALECTS[name]() for name in _named(_DIALECTS)]
+
+
+@hookimpl
+def q4_checkpoint_readers() -> list[ToyReader]:
+    """Return the readers that are named."""
+    return [_READERS[name](name) for name in _named(_READERS)]
 
 
 @hookimpl

@@ -241,7 +241,7 @@ def judge_fork(same: Callable[[], bool]) -> None:
     os.set_blocking(reading, False)  # a process of the child's own may hold the other end open
     said = b""
     try:
-        code = _code_of(child)
+        code = code_of(child)
         with contextlib.suppress(BlockingIOError):
             said = os.read(reading, _FORK_TEXT)
     finally:
@@ -250,7 +250,7 @@ def judge_fork(same: Callable[[], bool]) -> None:
     expect(not said, f"in a process that was forked after a call: {said.decode(errors='replace')}")
 
 
-def _code_of(child: int) -> int:
+def code_of(child: int) -> int:
     """Return how a forked process ended; one that does not is killed, which is a failure."""
     end = time.monotonic() + _FORK_SECONDS
     while time.monotonic() < end:

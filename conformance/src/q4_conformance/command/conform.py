@@ -1,4 +1,4 @@
-"""The command ``q4 conform``, which judges a backend, provider, dialect or layer type and certifies what it shows."""
+"""The command ``q4 conform``: it judges a backend, provider, dialect, reader or layer type, and certifies it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def conform(  # noqa: PLR0913  # one argument per option
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="Installed backend, provider, dialect, layer type; module:function; or q4core."
+            metavar="NAME", help="Installed backend, provider, dialect, reader, layer type; module:function; or q4core."
         ),
     ] = None,
     *,

@@ -34,8 +34,8 @@ class Case:
         text: What must hold.
         check: Name of the function in ``CHECKS`` that runs it.
         profile: ``"linear"`` concerns functions and backends, ``"backend"`` backends, ``"memory"`` providers of
-            managed memory, ``"dialect"`` dialects, ``"layer"`` layer types, ``"program"`` programs
-            of backends, ``"core"`` the core alone.
+            managed memory, ``"dialect"`` dialects, ``"file"`` readers and writers of files, ``"layer"`` layer types,
+            ``"program"`` programs of backends, ``"core"`` the core alone.
         recipe: The weight.
         dtype: dtype of x.
         precision: To what precision the activations may be rounded.

@@ -1,4 +1,4 @@
-"""The tables of cases of the core, dialects, memory and layer types: none of them judges a weight that it was given."""
+"""The tables of cases of the core, dialects, files, memory and layer types: none judges a weight that it was given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from q4core import Format
 
 
-_SLOW = {"bare", "quantise_often", "train_long"}
+_SLOW = {"bare", "quantise_often", "train_long", "file_cut", "file_hostile"}
 
 
 def _cases(profile: str, rows: Iterable[tuple[str, str, str, str]], **facts: Any) -> tuple[Case, ...]:
@@ -83,3 +83,28 @@ def layer_cases() -> tuple[Case, ...]:
         ("lifetime", "layers and tensors that were released are gone"),
     )
     return _cases("layer", [("EX-20", part, f"layer_{part}", text) for part, text in rows])
+
+
+def file_cases() -> tuple[Case, ...]:
+    """Return the cases that concern a reader of files, and the writer of its name."""
+    read = (
+        ("detect", "its own files are recognised, foreign ones and odd paths left alone"),
+        ("whole", "every tensor is there under its name, bit for bit, and is no way into the file"),
+        ("lazy", "opening maps a large file and reads little of it; tensors are views, or copies where asked for"),
+        ("cut", "a file that was cut anywhere is refused by a typed error that names it"),
+        (
+            "hostile",
+            "damaged headers are read right or refused by name, in bounded time and memory, all problems at once",
+        ),
+        ("names", "names that are there twice are refused, and all of them reported"),
+        ("parts", "a model in several files is whole, or its missing, foreign or damaged part is named"),
+    )
+    written = (
+        ("round", "weights and tensors are read as they were written, bit for bit"),
+        ("atomic", "a writer that fails leaves the old file, and no other"),
+        ("killed", "a writer that is killed leaves the old file, and the next one clears up"),
+        ("stream", "tensors that come one by one are written in the memory of one"),
+    )
+    rows = [("EX-23", part, f"file_{part}", text) for part, text in read]
+    rows += [("EX-24", part, f"file_write_{part}", text) for part, text in written]
+    return _cases("file", rows)

@@ -152,7 +152,7 @@ def _find(pipes: _Pipes) -> tuple[ConformanceTarget, dict[str, Any]]:
     pipes.send(step="asking the plugins what they bring")
     try:
         target = find_target(query["name"], profile=query["profile"], formats=query["formats"], device=query["device"])
-        if target.profile not in {"dialect", "layer"} and target.name != REFERENCE:
+        if target.profile not in {"dialect", "file", "layer"} and target.name != REFERENCE:
             reference_backend()
     except Q4Error as error:
         fields = {name: getattr(error, name) for name in ("what", "name", "rule", "hint")}

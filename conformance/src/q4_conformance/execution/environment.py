@@ -162,12 +162,12 @@ def _path_facts(name: str, path: Any) -> dict[str, Any]:
     return row | {"standing": "interpreted" if path.interpreted else "ran"}
 
 
-_JUDGED = ("backend", "provider", "dialect", "layer_type")
+_JUDGED = ("backend", "provider", "dialect", "layer_type", "reader")
 """Names by which a subject holds what is judged."""
 
 
 def _judged_in(subject: object) -> object:
-    """Return the backend, provider, dialect or layer type of a subject; itself where it is none of these."""
+    """Return the backend, provider, dialect, layer type or reader of a subject; itself where it is none of these."""
     return next((getattr(subject, name) for name in _JUDGED if hasattr(subject, name)), subject)
 
 

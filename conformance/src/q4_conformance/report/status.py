@@ -97,7 +97,7 @@ def line_of(document: Mapping[str, Any]) -> tuple[str, str]:
 
 
 _CORE = "q4core"
-_KINDS = {"dialect": "dialect ", "memory": "memory provider ", "layer": "layer type "}
+_KINDS = {"dialect": "dialect ", "memory": "memory provider ", "layer": "layer type ", "file": "reader "}
 """What comes before a name: dialects are called as the libraries are whose files they read."""
 
 

@@ -10,6 +10,7 @@ import torch
 
 from q4_conformance.subjects.backend import BackendSubject, not_declared
 from q4_conformance.subjects.dialect import DialectSubject
+from q4_conformance.subjects.files import FileSubject
 from q4_conformance.subjects.layer_type import LayerSubject
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, Feature, Precision, Request, Rounding
 
@@ -42,6 +43,8 @@ def undeclared_reason(case: Case, subject: Any) -> str:
     try:
         if isinstance(subject, LayerSubject):
             return subject.lacks
+        if isinstance(subject, FileSubject):
+            return subject.missing(case.check)
         if isinstance(subject, DialectSubject):
             return f"format {case.format}" if case.format and case.format not in subject.dialect.formats else ""
         if isinstance(subject, BackendSubject) and case.recipe is not None:

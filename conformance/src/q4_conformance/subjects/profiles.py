@@ -9,10 +9,11 @@ import attrs
 import torch
 
 from q4_conformance.contract.cases import cases_of, program_cases
-from q4_conformance.contract.plain_cases import core_cases, dialect_cases, layer_cases, memory_cases
+from q4_conformance.contract.plain_cases import core_cases, dialect_cases, file_cases, layer_cases, memory_cases
 from q4_conformance.outcome import FailureError, as_tuple
 from q4_conformance.subjects.backend import BackendSubject, plugin_of
 from q4_conformance.subjects.dialect import DialectSubject
+from q4_conformance.subjects.files import READERS, FileSubject
 from q4_conformance.subjects.layer_type import LayerSubject
 from q4_conformance.subjects.manifest import declared_in, with_cases
 from q4_conformance.subjects.memory import MemorySubject
@@ -47,7 +48,7 @@ class ConformanceTarget:
 
     Args:
         profile: One of ``PROFILES``.
-        name: Of an installed backend, provider, dialect or layer type, ``module:function`` that returns one, or
+        name: Of an installed backend, provider, dialect, reader or layer type, ``module:function`` that returns one, or
             ``"q4core"``.
         formats: Names of the formats; () where the profile knows none.
         device: Where to compute.
@@ -94,6 +95,11 @@ _PROFILES = {
         lambda: (item.name for item in dialects() if item.formats),
         lambda target: dialect_cases(target.formats or tuple(BUILTIN_FORMATS)),
         lambda target: DialectSubject(_made(target.name) or target.name),
+    ),
+    "file": _Profile(
+        lambda: default_registry().items(READERS),
+        lambda _: file_cases(),
+        lambda target: FileSubject(_made(target.name) or target.name),
     ),
     "layer": _Profile(
         lambda: default_registry().items("q4_layers"),
@@ -146,7 +152,7 @@ def find_target(
     except RuntimeError as error:
         rule = "a device that torch knows, such as cpu or cuda:0"
         raise ConfigError(_WHAT, name="device", rule=rule, value=device) from error
-    if found in {"core", "dialect", "layer"} and kind != "cpu":
+    if found in {"core", "dialect", "file", "layer"} and kind != "cpu":
         raise ConfigError(_WHAT, name="device", rule=f"cpu for {name!r}, which computes nowhere else", value=device)
     chosen = _known_formats(formats)
     if found in {None, "kernel", "program"}:

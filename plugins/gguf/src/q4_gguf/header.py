@@ -15,9 +15,11 @@ import attrs
 from q4_gguf.cursor import Cursor
 from q4_gguf.ggml import GgmlType, find_type, name_of
 from q4_gguf.values import read_value
+from q4core import CheckpointError
+from q4core.plugin_api import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from mmap import mmap
 
 __all__ = ["Header", "TensorEntry", "read_header"]
@@ -26,6 +28,7 @@ _MAGIC = int.from_bytes(b"GGUF", "little")
 _VERSIONS = (2, 3)
 _NAME_LIMIT_BYTES = 65535
 _MAX_DIMENSIONS = 4
+_MOST_SHOWN = 20
 _MAX_ELEMENTS = 2**63 - 1
 _DEFAULT_ALIGNMENT = 32
 _ENTRY_BYTES = 24  # the smallest directory entry: name length, number of dimensions, type, offset
@@ -108,11 +111,23 @@ def read_header(data: mmap | bytes, where: str) -> Header:
     found = [_read_entry(cursor, index) for index in range(tensor_count)]
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, TensorEntry] = {}
+    problems: list[CheckpointError] = []
     for entry in found:
-        if entry.name in tensors:
-            cursor.fail("tensor name", "unique", entry.name)
-        tensors[entry.name] = _place(cursor, entry, data_start, alignment)
-    _check_overlap(cursor, tensors.values())
+        try:
+            if entry.name in tensors:
+                cursor.fail("tensor name", "unique", entry.name)
+            tensors[entry.name] = entry
+            tensors[entry.name] = _place(cursor, entry, data_start, alignment)
+        except CheckpointError as error:
+            problems.append(error)
+    problems += _overlaps(cursor, tensors.values())
+    if len(problems) > 1:
+        shown = [f"{error.name} must be {error.rule}, got {error.value!r}" for error in problems[:_MOST_SHOWN]]
+        more = [f"{len(problems) - _MOST_SHOWN} more"] * (len(problems) > _MOST_SHOWN)
+        rule = f"valid; {'; '.join((*shown, *more))}"
+        cursor.fail("tensor directory", rule, counted(len(problems), "problem"), problems[0].hint)
+    if problems:
+        raise problems[0]
     return Header(version, alignment, data_start, metadata, tensors)
 
 
@@ -169,10 +184,10 @@ def _place(cursor: Cursor, entry: TensorEntry, data_start: int, alignment: int) 
     return attrs.evolve(entry, position=position, nbytes=nbytes)
 
 
-def _check_overlap(cursor: Cursor, entries: Any) -> None:
+def _overlaps(cursor: Cursor, entries: Iterable[TensorEntry]) -> Iterator[CheckpointError]:
     placed = sorted((entry for entry in entries if entry.nbytes is not None), key=lambda entry: entry.position)
     for before, after in itertools.pairwise(placed):
         end = before.position + (before.nbytes or 0)
         if after.position < end:
-            rule = f"at least {end}, where tensor {before.name!r} ends"
-            cursor.fail(f"position of tensor {after.name!r}", rule, after.position)
+            name, rule = f"position of tensor {after.name!r}", f"at least {end}, where tensor {before.name!r} ends"
+            yield CheckpointError(cursor.what, name=name, rule=rule, value=after.position, where=cursor.where)

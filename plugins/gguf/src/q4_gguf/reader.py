@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from q4_gguf.examples import make_file, make_parts
 from q4_gguf.ggml import DENSE_TYPES, PACKED_TYPES, UNPACKED_TYPES
 from q4_gguf.split import read_parts
 from q4_gguf.views import dense_tensor, outline, packed_weight, unpacked_tensor
@@ -142,6 +143,8 @@ class GgufReader:
     """Opens GGUF files."""
 
     name = "gguf"
+    make_file = staticmethod(make_file)
+    make_parts = staticmethod(make_parts)
 
     def recognises(self, path: Path) -> bool:
         """Return whether the path is a file that starts with ``GGUF``."""

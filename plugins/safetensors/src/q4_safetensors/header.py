@@ -6,6 +6,7 @@ Reference:
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +15,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open
 
 from q4core import CheckpointError, TensorInfo
-from q4core.plugin_api import open_regular, parse_json, unreadable
+from q4core.plugin_api import counted, open_regular, parse_json, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "Header", "StoredTensor", "read_header"]
 
 _LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
 _MAX_RANK = 64
+_MOST_SHOWN = 20
 _MAX_NUMEL = 2**56  # also of shapes that a size of 0 makes empty: torch multiplies the sizes into strides
 _HALF_BYTES = "F4"
 _PLAIN = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -72,13 +75,14 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise unreadable(path, error) from error
     except SafetensorError as error:
+        problems = _problems(path)
         raise CheckpointError(
             "safetensors file",
             name="header",
             rule="valid for the safetensors library",
             value=str(error),
             where=where,
-            hint="Copy or download it again: it is truncated, damaged, or no safetensors file.",
+            hint=f"{problems}Copy or download it again: it is truncated, damaged, or no safetensors file.",
         ) from error
     entries = parse_json(text, what="safetensors header", where=where)
     metadata = entries.pop("__metadata__", None) or {}
@@ -86,6 +90,37 @@ def read_header(path: Path) -> Header:
     found = [(name, *_entry(name, entry, where)) for name, entry in entries.items()]
     found.sort(key=lambda item: item[2:])
     return Header({name: StoredTensor(info, start + begin) for name, info, begin, _ in found}, metadata, library)
+
+
+def _problems(path: Path) -> str:
+    """Return what is wrong with each tensor of a header that the library refuses at its first problem.
+
+    Raises:
+        CheckpointError: Names occur twice; all of them are in the message.
+    """
+    size = path.stat().st_size
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        text = file.read(length) if length <= min(size, _MAX_HEADER_BYTES) else b""
+    try:
+        entries = parse_json(text, what="safetensors header", where=str(path))
+    except CheckpointError as error:
+        if str(error.name).startswith("key "):
+            raise
+        return ""
+    end, found, placed = size - _LENGTH_BYTES - length, [], []
+    for name, entry in entries.items() if isinstance(entries, dict) else ():
+        try:
+            info, first, last = _entry(name, entry, str(path)) if name != "__metadata__" else (None, 0, 0)
+            if info is not None and not 0 <= first <= last <= end:
+                found.append(f"{name!r} lies outside of the file's {end} bytes")
+            elif info is not None and info.nbytes != last - first:
+                found.append(f"{name!r} has {last - first} bytes for {info.nbytes}")
+            placed += [(first, last, name)] if info is not None else []
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            found.append(f"{name!r}: {error}")
+    found += [f"{two[2]!r} overlaps {one[2]!r}" for one, two in itertools.pairwise(sorted(placed)) if two[0] < one[1]]
+    return f"{counted(len(found), 'problem')}: {'; '.join(found[:_MOST_SHOWN])}. " if found else ""
 
 
 def _fail(name: str, field: str, rule: str, value: object, where: str) -> NoReturn:
