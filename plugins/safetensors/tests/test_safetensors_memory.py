@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+import q4core as q4
+from q4_safetensors.files import find_files
 from tests.support.footprint import run_child
 from tests.support.limits import scaled
-from tests.support.sparse import make_sparse
+from tests.support.sparse import make_sparse, make_sparse_model
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted by Linux")
 
@@ -100,3 +103,15 @@ def test_loading_2_gigabytes_holds_no_second_copy(how: str, tmp_path: Path) -> N
     assert found["prepared"] - (size if "cop" in how else 0) <= found["layers"]  # a layer's tag is one byte
     # One layer at a time: its source, its layout, and for the first of a kind the copy that the probe compares with.
     assert found["peak"] <= found["prepared"] + 3 * (up[0] * up[1] // 2)
+
+
+def test_small_tensors_of_a_file_cut_meanwhile_are_an_error(tmp_path: Path) -> None:
+    """What detection looks at is read, not mapped: a file that became shorter is an error, and no signal."""
+    make_sparse_model(tmp_path, "gptq", {"proj": (64, 256)}, 1)
+    files = find_files(tmp_path)
+    assert files.load_small("proj.g_idx").tolist() == [0] * 128 + [1] * 128
+    shard = tmp_path / "model-0.safetensors"
+    os.truncate(shard, shard.stat().st_size - 8)
+    with pytest.raises(q4.CheckpointError, match="as when it was opened") as caught:
+        files.load_small("proj.g_idx")
+    assert caught.value.where == str(shard)

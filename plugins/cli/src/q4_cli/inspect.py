@@ -60,7 +60,9 @@ def _record(file: str, schema: q4.Schema, checkpoint: q4.Checkpoint | None) -> d
     """Return the command's document; for a checkpoint that could not be opened, the facts of its schema."""
     infos = {} if checkpoint is None else checkpoint.dense.infos
     known: dict[Hashable, dict[str, Any]] = {}
-    layers = [_layer_facts(schema.layers[name], known, checkpoint) for name in sorted(schema.layers, key=natural_key)]
+    by_size = sorted(schema.layers.values(), key=lambda layer: layer.nbytes or 0)
+    facts = {layer.module: _layer_facts(layer, known, checkpoint) for layer in by_size}
+    layers = [facts[name] for name in sorted(facts, key=natural_key)]
     packed = sum(layer["nbytes"] or 0 for layer in layers)
     weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers if layer["shape"])
     return {
@@ -101,11 +103,14 @@ def _layer_facts(
 ) -> dict[str, Any]:
     """Return the facts of one layer; unknown ones are None.
 
-    Names and shapes alone don't determine the scale kind, so one layer of each kind is read (as views of the mapped
-    file, its numbers unchecked), and ``known`` stores the result. Layers are of a kind when dialect, format, block,
-    roles, shape and bytes are equal.
+    Names and shapes alone don't determine the scale kind, so the first layer of each kind is read (as views of the
+    mapped file where its dialect allows, its numbers unchecked), and ``known`` stores the result. Layers are of a kind
+    when dialect, format, block and roles are equal, and blocks divide them alike; where the schema leaves shape, block
+    or bytes open, each is a kind of its own.
     """
-    place = layer.shape or layer.module
+    place: Hashable = layer.module
+    if layer.shape is not None and layer.block_size and layer.nbytes is not None:
+        place = (layer.shape[1] <= layer.block_size, layer.shape[1] % layer.block_size == 0)
     kind = (
         layer.dialect,
         layer.type,
@@ -113,7 +118,6 @@ def _layer_facts(
         layer.block_size,
         tuple(sorted(layer.keys)),
         place,
-        layer.nbytes,
     )
     if kind not in known:
         known[kind] = {} if checkpoint is None else _read(checkpoint, layer.module)

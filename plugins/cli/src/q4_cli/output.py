@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import itertools
 import json
 import math
 import os
@@ -20,8 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 import torch
-from rich import box
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table
@@ -56,12 +56,12 @@ __all__ = [
 _PIPE_WIDTH = 1 << 14
 """Columns when the output is no terminal: nothing is cut, so that grep finds whole names."""
 _MOST_ROWS = 2000
-"""Rows of a table at most; rich takes about a second for them."""
+"""Rows of a table at most."""
 _MOST_LINES = 20
 _INSTEAD = "pack the original weights by `q4 quantize`, or take a file in a format that `q4 doctor` lists"
 _LEAST_NAME = 16
 _GAP = 2
-"""Cells between columns: one of padding and the divider."""
+"""Cells between columns."""
 
 
 def make_console(file: TextIO) -> Console:
@@ -99,17 +99,30 @@ def print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence
     count = len(titles)
     while count > 1 and min(widths[0], _LEAST_NAME) + sum(widths[1:count]) + _GAP * (count - 1) > console.width:
         count -= 1
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, title in enumerate(titles[:count]):
-        side: Any = "right" if all(row[index][:1].isdigit() for row in texts) else "left"
-        table.add_column(title, justify=side, overflow="fold", no_wrap=index > 0)
-    for row in texts:
-        table.add_row(*map(Text, row[:count]))
-    console.print(table)
+    widths = [max(1, min(widths[0], console.width - sum(widths[1:count]) - _GAP * (count - 1))), *widths[1:count]]
+    is_right = [all(row[index][:1].isdigit() for row in texts) for index in range(count)]
+    head, *body = ("\n".join(_lines(row, widths, is_right)) for row in [titles, *texts])
+    line = "─" * (sum(widths) + _GAP * (count - 1))
+    for text in (Text(head, "bold"), Text("\n".join([line, *body]))):  # rich's own table takes a second for 1000 rows
+        console.print(text, no_wrap=True, overflow="ignore", crop=False)
     if count < len(titles):
         say(console, (f"(too narrow for: {', '.join(titles[count:])})", "dim"))
     if len(rows) > _MOST_ROWS:
         say(console, (f"… and {len(rows) - _MOST_ROWS:,} more; --json lists all", "dim"))
+
+
+def _lines(row: Sequence[str], widths: Sequence[int], is_right: Sequence[bool]) -> Iterator[str]:
+    """Yield the lines of one row; what is wider than its column goes on in the next line."""
+    columns = [
+        [part for line in cell.split("\n") for part in (chop_cells(line, width) if cell_len(line) > width else [line])]
+        for cell, width in zip(row, widths, strict=False)
+    ]
+    for parts in itertools.zip_longest(*columns, fillvalue=""):
+        blanks = [" " * (width - cell_len(part)) for part, width in zip(parts, widths, strict=True)]
+        cells = [
+            blank + part if right else part + blank for part, blank, right in zip(parts, blanks, is_right, strict=True)
+        ]
+        yield (" " * _GAP).join(cells).rstrip()
 
 
 def say_first(console: Console, lines: Sequence[str], *, label: str, style: str = "yellow") -> None:

@@ -305,10 +305,10 @@ def _is_asymmetric(catalogue: Catalogue) -> bool:
 
 def _stored_shape(sizes: torch.Tensor | None) -> tuple[int, int] | None:
     """Return (N, K) as stored, or None where it is not at hand or no shape of a matrix."""
-    if sizes is None or sizes.dtype not in _SIZES or sizes.shape != (2,) or bool((sizes < 1).any()):
+    if sizes is None or sizes.dtype not in _SIZES or sizes.shape != (2,):
         return None
     rows, columns = sizes.tolist()
-    return rows, columns
+    return (rows, columns) if min(rows, columns) > 0 else None
 
 
 def _block_size(columns: int, scale: tuple[int, ...]) -> int | None:

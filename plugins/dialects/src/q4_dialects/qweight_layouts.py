@@ -14,6 +14,7 @@ Marlin, BitBLAS, FP-Quant, ParoQuant.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -47,6 +48,8 @@ _WIDTHS = (2, 3, 4, 5, 6, 7, 8)
 _WORD = 32
 _MATRIX = 2
 _Shape: TypeAlias = tuple[int, int]
+_FITTING: weakref.WeakKeyDictionary[Catalogue, dict[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
+"""What was found, because every dialect of these keys asks for each module."""
 
 
 def modules_of(catalogue: Catalogue, layout: str) -> Iterator[str]:
@@ -58,6 +61,13 @@ def modules_of(catalogue: Catalogue, layout: str) -> Iterator[str]:
 
 def layouts_of(catalogue: Catalogue, module: str) -> tuple[str, ...]:
     """Return the layouts that fit a module best: one, or those that its damaged keys leave open; () for none."""
+    known = _FITTING.setdefault(catalogue, {})
+    if module not in known:
+        known[module] = _fitting(catalogue, module)
+    return known[module]
+
+
+def _fitting(catalogue: Catalogue, module: str) -> tuple[str, ...]:
     codes, zeros, scales = (catalogue.get(f"{module}.{suffix}") for suffix in _KEYS)
     there = [info for info in (codes, zeros, scales) if info is not None]
     is_other = f"{module}.wscales" in catalogue or (codes is not None and codes.dtype not in _WORDS)

@@ -177,11 +177,12 @@ def _by_table(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]
 
 def _look_alikes(catalogue: Catalogue) -> Iterator[tuple[str, str, dict[str, str]]]:
     """Yield what has the keys, dtypes and shapes of NVFP4 or MXFP4, and means something else."""
+    is_mxint4 = may_be_mxint4(catalogue)
     for module in catalogue.modules_with("weight_packed"):
         keys = {"qdata": f"{module}.weight_packed", "scale": f"{module}.weight_scale"}
         if is_e5m3(module, catalogue):
             yield module, "nvfp4-e5m3", keys
-        elif may_be_mxint4(catalogue) and blocks_of(catalogue, *keys.values()) == MX_BLOCK:
+        elif is_mxint4 and blocks_of(catalogue, *keys.values()) == MX_BLOCK:
             codes, scale = (catalogue.tensors[key] for key in keys.values())
             if codes.dtype == torch.uint8 and scale.dtype in _E8M0 and f"{module}.weight_global_scale" not in catalogue:
                 yield module, MXINT4, keys

@@ -39,6 +39,10 @@ class FileSet:
         """Return one tensor as a view of its file."""
         return self.homes[name].load(name)
 
+    def load_small(self, name: str) -> torch.Tensor:
+        """Return one tensor in memory of its own."""
+        return self.homes[name].load_small(name)
+
     def close(self) -> None:
         """Release every file."""
         for file in set(self.homes.values()):

@@ -6,6 +6,7 @@ Reference:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -141,4 +142,10 @@ def _entry(name: str, entry: Any, where: str) -> tuple[TensorInfo, int, int]:
         if not shape or shape[-1] % 2:
             _fail(name, "shape", "of an even last size for F4", shape, where)
         shape = [*shape[:-1], shape[-1] // 2]
-    return TensorInfo(DTYPES[kind], shape), begin, end
+    return _info(DTYPES[kind], tuple(shape)), begin, end
+
+
+@functools.lru_cache(maxsize=1024)
+def _info(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:
+    """Return dtype and shape; layers by the thousand have them in common."""
+    return TensorInfo(dtype, shape)

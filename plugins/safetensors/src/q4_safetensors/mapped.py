@@ -66,6 +66,26 @@ class MappedFile:
             flat = flat.clone()
         return flat.view(info.dtype).view(info.shape)
 
+    def load_small(self, name: str) -> torch.Tensor:
+        """Return one tensor in memory of its own: a mapping would make whole pages around it resident.
+
+        Raises:
+            CheckpointError: The file can't be read any more, or has become shorter.
+        """
+        tensor = self._tensors[name]
+        info = tensor.info
+        if not info.numel:
+            return torch.empty(info.shape, dtype=info.dtype)
+        try:
+            with open_regular(self.path) as file:
+                file.seek(tensor.position)
+                stored = bytearray(file.read(info.nbytes))
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if len(stored) < info.nbytes:
+            raise self._changed(self.path.stat().st_size)
+        return torch.frombuffer(stored, dtype=torch.uint8).view(info.dtype).view(info.shape)
+
     def close(self) -> None:
         """Release the file; a mapping lives on while tensors are views of it."""
         self._map = None
@@ -77,14 +97,12 @@ class MappedFile:
                 with open_regular(self.path) as file:
                     size = os.fstat(file.fileno()).st_size
                     if size != self._bytes:
-                        raise CheckpointError(
-                            "safetensors file",
-                            name="size",
-                            rule=f"{self._bytes} bytes, as when it was opened",
-                            value=size,
-                            where=str(self.path),
-                        )
+                        raise self._changed(size)
                     self._map = map_privately(file)
             except OSError as error:
                 raise unreadable(self.path, error) from error
         return self._map
+
+    def _changed(self, size: int) -> CheckpointError:
+        rule = f"{self._bytes} bytes, as when it was opened"
+        return CheckpointError("safetensors file", name="size", rule=rule, value=size, where=str(self.path))

@@ -77,5 +77,7 @@ class SafetensorsReader:
         """
         files = find_files(path, copy=request.copy)
         config = request.config if request.config is not None else read_config(files.path.parent)
-        schema = find_layers(files.infos, request, metadata=files.metadata, config=config, load=files.load, path=path)
+        schema = find_layers(
+            files.infos, request, metadata=files.metadata, config=config, load=files.load_small, path=path
+        )
         return SafetensorsSource(files, schema, request.dialects)
