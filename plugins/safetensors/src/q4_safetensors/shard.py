@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
+import struct
 from typing import TYPE_CHECKING
 
 import attrs
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
 __all__ = ["Shard"]
+
+_METADATA = "__metadata__"
 
 
 @attrs.frozen
@@ -116,6 +120,7 @@ class Shard:
         }
         serialize_file(tensors, self.path, dict(metadata) or None)
         del base, mapping
+        _sort_metadata(self.path)
         self.path.chmod(self._data_path.stat().st_mode & 0o777)  # the library's files are their owner's alone
         sync(self.path)
         self.close()
@@ -130,3 +135,18 @@ class Shard:
         if self._data is not None:
             self._data.close()
             self._data = None
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the texts of a header in order: the library's own order differs from run to run."""
+    with path.open("rb+") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        before = file.read(size)
+        header = json.loads(before)
+        if _METADATA not in header:
+            return
+        header[_METADATA] = dict(sorted(header[_METADATA].items()))
+        after = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(after) == size and after != before:
+            file.seek(8)
+            file.write(after)
