@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
+
 from q4core import hookimpl
 
 if TYPE_CHECKING:
     import typer
 
+    from q4_lm.exchange.gguf_to_hf import HfFolder
     from q4_lm.models.architecture import Architecture
     from q4_nn import LayerType
+    from q4core import Checkpoint
 
 __all__ = ["q4_architectures", "q4_commands", "q4_layers"]
 
@@ -21,7 +25,13 @@ def q4_architectures() -> list[Architecture]:
     from q4_lm.models.gguf import ARCHITECTURES  # noqa: PLC0415  # not before it is needed
     from q4_lm.models.gguf_bert import BERT  # noqa: PLC0415  # as above
 
-    return [*ARCHITECTURES, BERT]
+    return [*(attrs.evolve(item, to_folder=_to_folder) for item in ARCHITECTURES), BERT]
+
+
+def _to_folder(checkpoint: Checkpoint) -> HfFolder:
+    from q4_lm.exchange.gguf_to_hf import to_hf_folder  # noqa: PLC0415  # for `q4 convert` alone
+
+    return to_hf_folder(checkpoint)
 
 
 @hookimpl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -38,12 +38,15 @@ class Architecture:
         config: The opened file and its metadata → the model's config.
         names: That config → what the file calls the parts.
         finish: Called with the filled decoder, the file and its metadata, for what is neither matrix nor norm.
+        to_folder: The opened file → what ``q4 convert`` writes as a Hugging Face folder, in the form of
+            ``q4_lm.exchange``'s ``HfFolder``; None where there is no such form.
     """
 
     name: str
     config: Callable[[Checkpoint, Metadata], TransformerConfig]
     names: Callable[[TransformerConfig], Names]
     finish: Callable[[TransformerDecoder, Checkpoint, Metadata], None] = _nothing
+    to_folder: Callable[[Checkpoint], Any] | None = None
 
 
 def architectures() -> Mapping[str, Architecture]:
