@@ -137,7 +137,7 @@ class Dialect(abc.ABC):
             rule = f"among {', '.join(sorted(item.words for item in features)) or 'none'}"
             raise self.refusal(module, "features", rule, ", ".join(excess))
         if weight.activation_scale is not None and not activation_scale:
-            hint = "lossy=True (`q4 convert --lossy`) leaves the static activation scale out."
+            hint = "lossy=True (`q4 convert --requantize`) leaves the static activation scale out."
             raise self.refusal(module, "activation_scale", "absent", float(weight.activation_scale), hint)
 
     @staticmethod

@@ -143,7 +143,7 @@ class SimpleNf4(Dialect):
         """
         self.check_writable(module, weight, features={Feature.FLAT_BLOCKS, Feature.CUSTOM_CODEBOOK})
         if weight.scale_kind is not ScaleKind.PLAIN:
-            hint = "lossy=True (`q4 convert --lossy`) collapses the levels into one, which keeps every value."
+            hint = "lossy=True (`q4 convert --requantize`) collapses the levels into one, which keeps every value."
             raise self.refusal(module, "scale_kind", "plain", weight.scale_kind.value, hint)
         rows, columns = weight.shape
         if columns % 2 or rows * columns % weight.block_size:
@@ -236,7 +236,7 @@ class SimpleNvfp4(Dialect):
         self.check_writable(module, weight)
         if not _is_single_level(weight) and (weight.scale_kind, weight.scale.dtype) != (ScaleKind.PLAIN, torch.float16):
             found = f"{weight.scale_kind.value} of {str(weight.scale.dtype).removeprefix('torch.')}"
-            hint = "lossy=True (`q4 convert --lossy`) collapses the levels into one float16 scale."
+            hint = "lossy=True (`q4 convert --requantize`) collapses the levels into one float16 scale."
             raise self.refusal(module, "scale levels", "e4m3 without a global scale, or float16", found, hint)
         head = f"{module}.{self.read_fact(weight, 'prefix') or ''}"
         codes = self.row_bytes(weight, Packing.LOW_FIRST)

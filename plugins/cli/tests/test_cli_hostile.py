@@ -192,7 +192,7 @@ def test_slips_get_the_closest_name(words: str, closest: str, capsys: pytest.Cap
         ["bench", "a\0b"],
         ["quantize", "a\0b", "x", "--format", "nf4"],
         ["quantize", "dense.safetensors", "a\0b", "--format", "nf4"],
-        ["convert", "packed.safetensors", "a\0b", "--dialect", "simple-nf4", "--lossy"],
+        ["convert", "packed.safetensors", "a\0b", "--dialect", "simple-nf4", "--requantize"],
     ],
     ids=lambda words: " ".join(words).replace("\0", "NUL"),
 )

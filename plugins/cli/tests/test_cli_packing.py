@@ -192,13 +192,13 @@ def test_convert_keeps_every_code_and_scale(
 def test_convert_refuses_what_is_not_exact(
     dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dividing global does not fit a multiplying dialect: refused, and written with ``--lossy``."""
+    """A dividing global does not fit a multiplying dialect: refused, and written with ``--requantize``."""
     packed, out = tmp_path / "packed.safetensors", tmp_path / "out.safetensors"
     answer(capsys, "quantize", dense_file, packed, "--format", "nvfp4", "--dialect", "compressed-tensors-nvfp4")
     words = ["convert", packed, out, "--dialect", "modelopt-nvfp4"]
     assert answer(capsys, *words, status=2)["error"]["code"] == "dialect"
     assert not out.exists()
-    answer(capsys, *words, "--lossy")
+    answer(capsys, *words, "--requantize")
     assert out.exists()
 
 
@@ -239,7 +239,7 @@ def test_recipe_takes_a_writing_dialect() -> None:
     [
         (("quantize", "dense.safetensors", "x", "--format", "nf4", "--dialect", "modelopt-nvfp4"), "layers.1", "probe"),
         (("quantize", "dense.safetensors", "x", "--format", "nf4", "--block-size", "7"), "layers.1", "probe"),
-        (("convert", "divided.safetensors", "x", "--dialect", "modelopt-nvfp4"), "--lossy", "With lossy=True"),
+        (("convert", "divided.safetensors", "x", "--dialect", "modelopt-nvfp4"), "--requantize", "With lossy=True"),
         (("explain", "dense.safetensors", "--m", "1:99999999999"), "2147483648", "LOW <= HIGH,"),
         (("explain", "dense.safetensors", "--m", "3:2"), "LOW <= HIGH", "probe"),
         (

@@ -79,7 +79,7 @@ def test_commands_send_what_they_decide() -> None:
     """``inspect`` and ``convert`` say what is read as what, ``convert`` what was written and rounded."""
     (opened,) = events("inspect", str(NF4))
     assert (opened["event"], opened["layers"], opened["unread"]) == ("q4.open", {"nf4 as bitsandbytes": 1}, {})
-    found = events("convert", str(NF4), "out.safetensors", "--dialect", "simple-nf4", "--lossy")
+    found = events("convert", str(NF4), "out.safetensors", "--dialect", "simple-nf4", "--requantize")
     assert [item["event"] for item in found] == ["q4.open", "q4.approximate", "q4.save"]
     assert found[1]["layer"] == "proj"
     assert (found[2]["dialect"], found[2]["layers"]) == ("simple-nf4", 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,16 +14,26 @@ import attrs
 
 import q4core as q4
 
+if sys.platform != "win32":  # there, two commands that write the same at once are not found
+    import fcntl
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import torch
 
-__all__ = ["Target", "open_file", "require_readable"]
+__all__ = ["GGUF", "SUFFIX", "Target", "config_of", "identity_of", "open_file", "own_metadata", "require_readable"]
 
-SUFFIX = ".safetensors"
-_WEIGHT_FILES = (SUFFIX, ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+SUFFIX, GGUF = ".safetensors", ".gguf"
+_WEIGHT_FILES = (SUFFIX, ".index.json", ".bin", ".pt", ".pth", GGUF, ".onnx", ".h5", ".msgpack")
 _DIALECT_KEYS = frozenset({"q4core.dialect", "tensor_names"})
+_CONFIGS = frozenset(
+    {
+        *("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"),
+        *("quantization_config.json", "recipe.yaml"),
+    }
+)
+"""What says how the source was packed, of ModelOpt, GPTQ, AWQ, AutoRound and llm-compressor among others."""
 _MOST_COMPANION_BYTES = 256 << 20
 _STAGING = ".q4-companions.tmp"
 
@@ -49,7 +62,7 @@ class Target:
     existed: bool
 
     @classmethod
-    def check(cls, out: str, source: Path, *, force: bool) -> Target:
+    def check(cls, out: str, source: Path, *, force: bool, suffixes: tuple[str, ...] = (SUFFIX,)) -> Target:
         """Return the target for OUT, or raise ``CheckpointError`` before any work; ``source`` is what is read."""
 
         def refuse(rule: str, value: object, hint: str | None = None) -> NoReturn:
@@ -62,13 +75,13 @@ class Target:
             refuse("a name that the system takes", out, "Leave the NUL character out.")
         try:
             existed = path.exists()
-            is_folder = path.is_dir() if existed else path.suffix != SUFFIX
+            is_folder = path.is_dir() if existed else path.suffix not in suffixes
             has_home = path.absolute().parent.is_dir()
         except (OSError, ValueError) as error:
             refuse("a name that the system takes", str(error))
         if not existed and is_folder and path.suffix:
-            hint = "Name a folder, or a file that ends with .safetensors."
-            refuse(f"a folder or a {SUFFIX} file", path.suffix, hint)
+            names = " or ".join(suffixes)
+            refuse(f"a folder or a {names} file", path.suffix, f"Name a folder, or a file that ends with {names}.")
         if not has_home:
             refuse("in a folder that is there", "a missing folder", f"Make {path.absolute().parent} first.")
         if existed and not is_folder and not path.is_file():
@@ -79,51 +92,135 @@ class Target:
             refuse("another one than IN", "the same", "Write to another path, then move the result.")
         return cls(path, is_folder, existed)
 
+    @property
+    def partial(self) -> Path:
+        """A folder next to OUT, which the result leaves once it is whole."""
+        return self.path.absolute().parent / f".{self.path.name}.q4-partial"
+
+    @contextlib.contextmanager
+    def locked(self, *, resumable: bool = False) -> Iterator[None]:
+        """Hold the folder ``partial`` while OUT is written; one that is stopped leaves it if it can be gone on with.
+
+        Raises:
+            CheckpointError: Another command writes OUT, or the folder can't be made.
+        """
+        folder, is_stopped = self.partial, False
+        try:
+            folder.mkdir(exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY) if sys.platform != "win32" else None
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            if lock is not None:
+                _lock(lock, str(self.path))
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            is_stopped = resumable
+            raise
+        except q4.CheckpointError as error:
+            is_stopped = isinstance(error.__cause__, BlockingIOError)
+            raise
+        finally:
+            if not is_stopped:
+                shutil.rmtree(folder, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+
+    def _unwritable(self, error: OSError) -> q4.CheckpointError:
+        rule, reason = "a folder that can be written", error.strerror or str(error)
+        return q4.CheckpointError("output", name="OUT", rule=rule, value=reason, where=str(self.path))
+
     def write(  # noqa: PLR0913  # the facts of one checkpoint
         self,
         weights: Mapping[str, q4.PackedWeight],
         dense: Mapping[str, torch.Tensor],
-        source: q4.Checkpoint,
+        home: Path | None,
         *,
         dialect: str,
+        metadata: Mapping[str, Any],
+        config: Mapping[str, Any] | None,
         max_shard_bytes: int | None,
-        lossy: bool = False,
+        files: Mapping[str, str] | None = None,
+        resume: str | None = None,
     ) -> None:
-        """Write everything, with the small files of a model folder; what was there stays as it is when that fails.
+        """Write everything within ``locked``; what was there stays as it is when that fails.
 
-        The small files are copied to a folder of their own first, and take their names once the weights have theirs. A
-        run that was killed leaves that folder, and the next one removes it. Errors are those of
-        ``q4core.save_checkpoint``.
+        A new file or folder is made in ``partial`` and takes its name when it is whole. In a folder that is there, the
+        weights take their names first, and then the small files, which are copied from ``home``, or given by name and
+        text in ``files``. Errors are those of ``q4core.save_checkpoint``.
         """
-        home = source.path if source.path.is_dir() else source.path.parent
-        staging = self.path / _STAGING
+        in_place = self.existed and self.is_folder
+        base = (
+            self.path if in_place else self.partial / "out" if self.is_folder else self.partial / "out" / self.path.name
+        )
+        work = base if self.is_folder else base.parent
+        staging = work / _STAGING
         try:
+            if not in_place:
+                _clear(work, is_all=resume is None)
             if self.is_folder:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
-                for item in _companions(home):
+                for item in _companions(home) if home is not None else ():
                     shutil.copyfile(item, staging / item.name)
-            q4.save_checkpoint(
-                self.path,
+                for name, text in (files or {}).items():
+                    (staging / name).write_text(text, encoding="utf-8")
+            main = q4.save_checkpoint(
+                base,
                 weights,
                 dialect=dialect,
                 dense=dense,
-                metadata=_own_metadata(source),
-                config=_read_config(home) if self.is_folder else None,
+                metadata=metadata,
+                config=config if self.is_folder else None,
                 max_shard_bytes=max_shard_bytes,
-                lossy=lossy,
+                resume=resume,
             )
             for item in sorted(staging.iterdir()) if self.is_folder else ():
-                item.replace(self.path / item.name)
-        except BaseException as error:
-            if self.is_folder and not self.existed:
-                shutil.rmtree(self.path, ignore_errors=True)
-            if isinstance(error, OSError):
-                rule, reason = "a folder that can be written", error.strerror or str(error)
-                raise q4.CheckpointError("output", name="OUT", rule=rule, value=reason, where=str(self.path)) from error
-            raise
+                item.replace(work / item.name)
+            if self.is_folder:
+                staging.rmdir()
+            if not in_place:
+                self._publish(work, main)
+        except OSError as error:
+            raise self._unwritable(error) from error
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            if in_place:
+                shutil.rmtree(staging, ignore_errors=True)
+
+    def _publish(self, work: Path, main: Path) -> None:
+        if self.is_folder:
+            work.replace(self.path)
+            return
+        for item in sorted(work.iterdir(), key=lambda item: item.name == main.name):  # what opens it last
+            item.replace(self.path.parent / item.name)
+
+
+def _lock(descriptor: int, where: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        rule = "written by one command at a time"
+        raise q4.CheckpointError("output", name="OUT", rule=rule, value="in use", where=where) from error
+
+
+def _clear(folder: Path, *, is_all: bool) -> None:
+    """Make a folder that holds nothing, or nothing but the temporary files of a writer that was killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for item in folder.iterdir():
+        if item.is_dir() and not (item.name.startswith(".q4core-") and not is_all):
+            shutil.rmtree(item)
+        elif not item.is_dir():
+            item.unlink()
+
+
+def identity_of(path: Path, **facts: Any) -> str:
+    """Return a text that is the same as long as the files of a checkpoint and the facts of a command are."""
+    is_several = path.is_dir() or path.name.endswith(".index.json") or "-of-" in path.name
+    home = path if path.is_dir() else path.parent
+    found = [item for item in home.iterdir() if item.is_file()] if is_several else [path]
+    files = [item for item in found if item == path or item.name.endswith((*_WEIGHT_FILES, "config.json"))]
+    states = [[str(item.absolute()), item.stat().st_size, item.stat().st_mtime_ns] for item in sorted(files)]
+    return json.dumps({"files": states, "version": q4.__version__, **facts}, sort_keys=True)
 
 
 def _companions(home: Path) -> list[Path]:
@@ -134,14 +231,14 @@ def _companions(home: Path) -> list[Path]:
         item
         for item in sorted(home.iterdir())
         if not item.name.startswith(".")
-        and item.name not in {"config.json", "hf_quant_config.json"}
+        and item.name not in _CONFIGS
         and not item.name.endswith(_WEIGHT_FILES)
         and item.is_file()
         and item.stat().st_size <= _MOST_COMPANION_BYTES
     ]
 
 
-def _own_metadata(source: q4.Checkpoint) -> dict[str, str]:
+def own_metadata(source: q4.Checkpoint) -> dict[str, str]:
     """Return the header's texts without those on how a layer was stored: the new dialect writes its own."""
     if source.reader != "safetensors":
         return {}
@@ -155,7 +252,7 @@ def _own_metadata(source: q4.Checkpoint) -> dict[str, str]:
     }
 
 
-def _read_config(home: Path) -> dict[str, Any] | None:
+def config_of(home: Path) -> dict[str, Any] | None:
     """Return the folder's ``config.json``, which was well-formed when the checkpoint was opened."""
     path = home / "config.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

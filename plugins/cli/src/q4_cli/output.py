@@ -240,12 +240,15 @@ class Output:
         say(self._side, (text, "dim"))
 
     @contextlib.contextmanager
-    def progress(self, label: str, total: int) -> Iterator[Callable[[str], None]]:
-        """Show a progress bar on stderr where that is a terminal; call what it gives after each step, with a name."""
+    def progress(self, label: str, total: int) -> Iterator[Callable[..., None]]:
+        """Show a progress bar on stderr where that is a terminal, with the time left.
+
+        Call what it gives after each step, with a name, and how much of the total the step was; 1 if it is not given.
+        """
         columns = (*Progress.get_default_columns(), TextColumn("{task.fields[item]}", markup=False, style="dim"))
         with Progress(*columns, console=self._side, transient=True, disable=not self._side.is_terminal) as bar:
             task = bar.add_task(label, total=total, item="")
-            yield lambda item: bar.update(task, advance=1, item=clean(item))
+            yield lambda item, share=1: bar.update(task, advance=share, item=clean(item))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import typer
 
 import q4core as q4
 from q4_cli import options
-from q4_cli.files import Target, open_file, require_readable
+from q4_cli.files import Target, config_of, open_file, own_metadata, require_readable
 from q4_cli.output import bytes_text, first_of, open_output, print_table, say, say_first
 from q4_cli.packing import Others, Packing, make_recipe, nothing_to_pack, split_tensors
 from q4core.plugin_api import counted
@@ -77,9 +77,18 @@ def quantize(  # noqa: PLR0913  # one argument per option
             options={"block_size": block_size, "symmetric": symmetric},
             module=names[0].removesuffix(".weight"),
         )
-        with output.progress("packing", len(names)) as step:
+        with output.progress("packing", len(names)) as step, target.locked():
             packing = Packing(checkpoint.dense, names, remaining, recipe, where=where, strict=strict, step=step)
-            target.write(packing, Others(packing), checkpoint, dialect=recipe.dialect.name, max_shard_bytes=shard_bytes)
+            home = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+            target.write(
+                packing,
+                Others(packing),
+                home,
+                dialect=recipe.dialect.name,
+                metadata=own_metadata(checkpoint),
+                config=config_of(home),
+                max_shard_bytes=shard_bytes,
+            )
         packed = packing.packed
         record = {
             "in": source,

@@ -159,7 +159,7 @@ class CompressedTensorsNvfp4(Dialect):
         for divisor in (None if read is None else torch.full_like(factor, read), 1.0 / factor):
             if divisor is not None and torch.equal(1.0 / divisor, factor):
                 return divisor if weight.dialect == self.name else divisor.reshape(1)
-        hint = "lossy=True (`q4 convert --lossy`) leaves the activation scale out."
+        hint = "lossy=True (`q4 convert --requantize`) leaves the activation scale out."
         rule = "the reciprocal of a float32 number, as the dialect stores a divisor"
         raise self.refusal(module, "activation_scale", rule, float(factor), hint)
 

@@ -112,7 +112,7 @@ def _reciprocal(value: torch.Tensor) -> torch.Tensor | None:
     return inverse if is_power and math.isfinite(float(inverse)) and float(inverse) > 0 else None
 
 
-_LOSSY = "lossy=True (`q4 convert --lossy`) rounds the global scale's reciprocal to float32."
+_LOSSY = "lossy=True (`q4 convert --requantize`) rounds the global scale's reciprocal to float32."
 
 
 def multiplied_levels(dialect: Dialect, module: str, weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:

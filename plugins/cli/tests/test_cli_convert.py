@@ -1,0 +1,264 @@
+"""``q4 convert``: refusals before anything is written, losses that are listed, runs that were killed, and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import q4core as q4
+from q4_cli.app import run
+from tests.support.commands import ROOT, answer, say
+from tests.support.footprint import run_child
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+KILLING = """
+import os, signal, sys
+from q4_cli.app import run
+from q4_safetensors.shard import Shard
+
+real, left = Shard.add, [int(sys.argv[1])]
+
+def add(self, *arguments):
+    left[0] -= 1
+    if left[0] < 0:
+        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    return real(self, *arguments)
+
+Shard.add = add
+sys.exit(run(sys.argv[3:]))
+"""
+MEASURE = """
+import json, sys
+from tests.support.footprint import PeakAnonymous, anonymous
+from q4_cli.app import run
+assert run(["convert", *sys.argv[3:], "--dialect", "compressed-tensors-int4"]) == 0
+before = anonymous()
+with PeakAnonymous() as peak:
+    status = run(["convert", *sys.argv[1:3], "--dialect", "compressed-tensors-int4", "--shard-size", "200MB"])
+print(json.dumps({"status": status, "grown": peak.bytes - before}))
+"""
+
+
+def packed(count: int, format_name: str = "nvfp4", **options: Any) -> dict[str, q4.PackedWeight]:
+    """Return layers with random weights."""
+    random = torch.Generator().manual_seed(5)
+    return {
+        f"model.layers.{index}.up": q4.quantize(torch.randn(32, 128, generator=random), format_name, **options)
+        for index in range(count)
+    }
+
+
+def folder(path: Path, count: int = 6) -> Path:
+    """Write a model folder of NVFP4 layers, with a tokenizer and what says how they are packed."""
+    dense = {"model.norm.weight": torch.ones(128), "model.embed_tokens.weight": torch.randn(64, 128)}
+    q4.save_checkpoint(path, packed(count), dialect="modelopt-nvfp4", dense=dense, config={"model_type": "llama"})
+    (path / "tokenizer.json").write_text("{}")
+    (path / "hf_quant_config.json").write_text("{}")
+    (path / "quantize_config.json").write_text("{}")
+    return path
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Return the bytes of every file of a folder."""
+    return {item.name: item.read_bytes() for item in path.iterdir()}
+
+
+def kill(*words: object, after: int, by: str = "SIGKILL") -> int:
+    """Run a command that gets a signal before it stores its n-th tensor, and return its status."""
+    return subprocess.run(
+        [sys.executable, "-c", KILLING, str(after), by, *map(str, words)],
+        check=False,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ).returncode
+
+
+def test_a_folder_says_how_it_is_packed_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """config.json has the target's entry, the tokenizer is copied, and files on the old packing are not."""
+    out = tmp_path / "out"
+    answer(capsys, "convert", folder(tmp_path / "in"), out, "--dialect", "torchao-nvfp4-swizzled")
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"]["quant_method"] == "torchao"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes are killed by a signal here")
+@pytest.mark.parametrize("by", ["SIGKILL", "SIGTERM"])
+def test_a_killed_run_is_continued(by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """OUT is absent until it is whole; the second run checks nothing again, and the bytes are a first run's."""
+    source, out, fresh = folder(tmp_path / "in"), tmp_path / "out", tmp_path / "fresh"
+    options = ["--dialect", "torchao-nvfp4-linear", "--shard-size", "9KB"]
+    assert kill("convert", source, out, *options, after=9, by=by) in {-9, 143}
+    assert not out.exists()
+    assert any(tmp_path.glob(".out.q4-partial"))
+    assert run(["convert", str(source), str(out), *options]) == 0
+    assert "going on where the last run ended" in capsys.readouterr().err
+    answer(capsys, "convert", source, fresh, *options)
+    assert contents(out) == contents(fresh)
+    assert len(contents(out)) > 4
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes are killed by a signal here")
+def test_another_source_starts_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A source that changed since, or other options, make another result: nothing of the old run is used."""
+    source, out = folder(tmp_path / "in"), tmp_path / "out"
+    options = ["--dialect", "torchao-nvfp4-linear", "--shard-size", "9KB"]
+    kill("convert", source, out, *options, after=9)
+    folder(source, count=5)
+    record = answer(capsys, "convert", source, out, *options)
+    assert len(record["layers"]) == 5
+    with q4.open(out) as found, q4.open(source, dialect="modelopt-nvfp4") as wanted:
+        assert all(torch.equal(q4.dequantize(found[name]), q4.dequantize(wanted[name])) for name in wanted)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_run_that_fails_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk in the middle is a message, and neither OUT nor a temporary file is there."""
+    source, out = folder(tmp_path / "in"), tmp_path / "out"
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("q4_safetensors.shard.Shard.finish", full)
+    error = answer(capsys, "convert", source, out, "--dialect", "torchao-nvfp4-linear", status=1)["error"]
+    assert "No space" in error["message"]
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
+
+
+def test_all_refused_layers_are_named_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a byte is written, every layer that does not fit is named with its rule, and both ways out."""
+    source = tmp_path / "mixed"
+    layers = packed(2, "int4") | {f"other.{name}": item for name, item in packed(3, "int4", symmetric=True).items()}
+    q4.save_checkpoint(source, layers, dialect="compressed-tensors-int4", config={})
+    monkeypatch.setattr("q4core.save_checkpoint", lambda *_, **__: pytest.fail("written"))
+    error = answer(capsys, "convert", source, tmp_path / "out", "--dialect", "modelopt-int4", status=2)["error"]
+    assert {*error["details"]["layers"]} == {"model.layers.0.up", "model.layers.1.up"}
+    assert "'model.layers.0.up' and 1 other" in error["what"]
+    assert "--requantize" in error["hint"]
+    assert "--skip GLOB" in error["hint"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "how"),
+    [("bitsandbytes", "gptq", "packed again"), ("compressed-tensors-nvfp4", "modelopt-nvfp4", "rounded")],
+)
+def test_losses_are_listed(
+    source: str, target: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--requantize`` writes what does not fit, and says of each layer how far off it is."""
+    layers = packed(3, "nf4")
+    if how == "rounded":
+        layers = packed(3, scale_kind=q4.ScaleKind.E4M3_DIV)
+    q4.save_checkpoint(tmp_path / "in", layers, dialect=source, config={})
+    words = ["convert", tmp_path / "in", tmp_path / "out", "--dialect", target]
+    assert answer(capsys, *words, status=2)["error"]["details"]["layers"].keys() == layers.keys()
+    record = answer(capsys, *words, "--requantize")
+    with q4.open(tmp_path / "in") as before, q4.open(tmp_path / "out") as after:
+        for item in record["layers"]:
+            old, new = (q4.dequantize(one[item["name"]], torch.float32).double() for one in (before, after))
+            error = float(torch.linalg.vector_norm(new - old) / torch.linalg.vector_norm(old))
+            assert item["relative_rms_error"] == pytest.approx(error, rel=1e-5, abs=1e-9)
+            assert item["max_error"] == pytest.approx(float((new - old).abs().max()), rel=1e-5, abs=1e-9)
+            assert item["how"] == how
+            assert item["relative_rms_error"] > 0.01 or how == "rounded"
+    shown = say(capsys, *words, "--requantize", "--force")
+    assert "model.layers.2.up" in shown
+    assert how in shown
+    assert "3 layers with a loss" in shown
+
+
+def test_skipped_layers_are_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--skip`` writes a layer's exact values as a dense matrix; a glob that matches nothing is noted."""
+    out = tmp_path / "out.safetensors"
+    options = ["--dialect", "torchao-nvfp4-linear", "--skip", "*.2.up"]
+    record = answer(capsys, "convert", folder(tmp_path / "in"), out, *options)
+    assert [item["name"] for item in record["layers"] if item["how"] == "dense"] == ["model.layers.2.up"]
+    assert torch.equal(
+        load_file(out)["model.layers.2.up.weight"],
+        q4.dequantize(packed(6)["model.layers.2.up"], torch.float32),
+    )
+
+
+def test_integers_of_other_names_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Float zero points that are whole, and signed codes, become the integers that they are, without a loss."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    q4.save_checkpoint(first, packed(2, "int4", symmetric=True), dialect="gptq", config={})
+    answer(capsys, "convert", first, second, "--dialect", "hqq")
+    record = answer(capsys, "convert", second, third, "--dialect", "modelopt-int4")
+    assert {item["how"] for item in record["layers"]} == {"exact"}
+    with q4.open(first) as one, q4.open(third) as two:
+        assert all(
+            torch.equal(q4.dequantize(one[name], torch.float32), q4.dequantize(two[name], torch.float32))
+            for name in one
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("--dialect", "gtpq"), "Did you mean 'gptq'?"),
+        (("--dialect", "quark-mxfp4"), "read only"),
+        (("--dialect", "gptq", "--format", "int4"), "--requantize"),
+    ],
+)
+def test_options_are_checked_first(
+    words: tuple[str, ...], shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong names are answered with the closest one, before anything is read or written."""
+    message = answer(capsys, "convert", folder(tmp_path / "in"), tmp_path / "out", *words, status=2)["error"]["message"]
+    assert shown in message
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--help`` shows a command that can be copied."""
+    assert "q4 convert Qwen3-0.6B-AWQ" in say(capsys, "convert", "--help")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted by Linux")
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """400 MB in 12 layers and a dense matrix of 134 MB take less than twice the largest and 300 MB more."""
+    n, k = 8192, 8192
+    random = torch.Generator().manual_seed(3)
+    codes = torch.randint(-(2**31), 2**31 - 1, (k // 8, n), dtype=torch.int32, generator=random)
+    layer = {
+        "qweight": codes,
+        "qzeros": torch.full((k // 128, n // 8), 0x77777777, dtype=torch.int32),
+        "scales": torch.full((k // 128, n), 0.01, dtype=torch.float16),
+        "g_idx": torch.arange(k, dtype=torch.int32) // 128,
+    }
+    entry = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        "checkpoint_format": "gptq",
+    }
+    for name, count in (("large", 12), ("small", 1)):
+        path = tmp_path / name
+        path.mkdir()
+        tensors = {f"layers.{index}.up.{key}": item.clone() for index in range(count) for key, item in layer.items()}
+        save_file(tensors | {"embed.weight": torch.zeros(n, k, dtype=torch.bfloat16)}, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps({"quantization_config": entry}))
+    del tensors, codes, layer
+    found = run_child(MEASURE, tmp_path / "large", tmp_path / "out", tmp_path / "small", tmp_path / "warm")
+    assert found["status"] == 0
+    assert found["grown"] < 2 * (2 * n * k) + 300e6
