@@ -90,7 +90,7 @@ class Format:
         has_signed_scales: Whether a plain scale may be negative: steps of ggml and INT4 are, and so is an absmax near
             zero once bitsandbytes' second level is resolved.
         rule: Name of the rule that turns dense numbers into codes and scales; a plugin's quantizer has it. Those of
-            q4-quantize are absmax, e2m1, q4_0, q4_1, q8_0 and affine. Defaults to none: nothing quantises to it.
+            q4-quantize are absmax, e2m1, q4_0, q4_1, q8_0, iq4_nl and affine. Defaults to none: nothing quantises so.
 
     Raises:
         FormatError: The codebook has another length, or packing or scale kind contradict the other facts.
@@ -185,7 +185,7 @@ BUILTIN_FORMATS: dict[str, Format] = {
         Format("mxfp4", Form.CODEBOOK, 4, 32, _E2M1, _E8M0, _BY_32, has_signed_scales=False, rule="e2m1"),
         Format("q4_0", Form.CODEBOOK, 4, 32, _SIGNED_NIBBLES, _GGML_SCALES, packing=_GGML, rule="q4_0"),
         Format("q4_1", Form.CODEBOOK, 4, 32, _NIBBLES, _GGML_SCALES, has_offset=True, packing=_GGML, rule="q4_1"),
-        Format("iq4_nl", Form.CODEBOOK, 4, 32, _IQ4_NL, _GGML_SCALES, packing=_GGML),
+        Format("iq4_nl", Form.CODEBOOK, 4, 32, _IQ4_NL, _GGML_SCALES, packing=_GGML, rule="iq4_nl"),
         Format("int4", Form.INTEGER, 4, 128, rule="affine"),
         Format("int8", Form.INTEGER, 8, 128),
         Format("q8_0", Form.CODEBOOK, 8, 32, _SIGNED_BYTES, _GGML_SCALES, rule="q8_0"),

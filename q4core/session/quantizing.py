@@ -56,7 +56,7 @@ def quantize(  # noqa: PLR0913  # one argument per option
         dense: float32, bfloat16 or float16 [N, K], any strides, finite; it is only read.
         format: Name of the format, or a ``Format``.
         block_size: In-features per scale. Defaults to the format's own.
-        scale_kind: How scales are stored. Defaults to the format's own.
+        scale_kind: How scales are stored. Defaults to the format's own. SUPER_BLOCK makes Q4_K of q4_1, Q6_K of q8_0.
         packing: The nibble order. Defaults to the format's own.
         symmetric: For INTEGER formats: no zero points, code 8 stands for 0.
         name: The layer's name, for messages.

@@ -30,7 +30,7 @@ def test_facts_of_the_result(name: str, kind: q4.ScaleKind) -> None:
     weight = q4.quantize(_dense(6, 256).to(torch.bfloat16), name, scale_kind=kind, name="proj")
     assert (weight.format.name, weight.shape, weight.scale_kind, weight.name) == (name, (6, 256), kind, "proj")
     assert weight.dtype is torch.bfloat16
-    stored = {"int4": torch.bfloat16, "q4_0": torch.float16, "q4_1": torch.float16, "q8_0": torch.float16}
+    stored = {"int4": torch.bfloat16, **dict.fromkeys(("q4_0", "q4_1", "q8_0", "iq4_nl"), torch.float16)}
     by_kind = {PLAIN: torch.float32, DOUBLE: torch.uint8, q4.ScaleKind.E8M0: torch.float8_e8m0fnu}
     assert weight.scale.dtype is stored.get(name, by_kind.get(kind, torch.float8_e4m3fn))
     assert weight.packing == weight.format.packing

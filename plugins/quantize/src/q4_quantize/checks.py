@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_quantize.rules import MEANINGS, RULES
+from q4_quantize.super_blocks import SUPER_BLOCKS, SUPER_SIZE
 from q4core import BUILTIN_FORMATS, Form, InputError, NibbleOrder, Packing, ScaleKind
 from q4core.plugin_api import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from q4_quantize.rules import Coded
+    from q4_quantize.coded import Coded
     from q4core import Format, Q4Error
 
 _MOST_FEATURES = 2**31 - 1
@@ -70,15 +71,24 @@ def format_rules(chosen: Format) -> Iterator[_Rule]:
     yield is_met, "rule of the format", rule, chosen.rule, None
 
 
+def block_of(chosen: Format, kind: ScaleKind) -> int:
+    """Return the default block size."""
+    is_super = kind is ScaleKind.SUPER_BLOCK
+    return SUPER_BLOCKS.get(chosen.rule, chosen.block_size) if is_super else chosen.block_size
+
+
 def choice_rules(  # noqa: PLR0913  # the choices of one call
     chosen: Format, block: int, kind: ScaleKind, packing: Packing, columns: int, *, symmetric: bool
 ) -> Iterator[_Rule]:
     """Yield what must hold of the choices for a format, and of K, which may not cut a block or a packed group."""
     legal, is_integer = chosen.block_sizes, chosen.form is Form.INTEGER
+    is_super = kind is ScaleKind.SUPER_BLOCK and chosen.rule in SUPER_BLOCKS
+    if is_super:
+        legal = frozenset({SUPER_BLOCKS[chosen.rule]})
     is_count = isinstance(block, int) and not isinstance(block, bool) and block > 0
     rule = f"one of {', '.join(map(str, sorted(legal)))}" if legal else "a positive integer"
     yield is_count and (not legal or block in legal), "block_size", rule, block, None
-    kinds = chosen.scale_kinds - {ScaleKind.SUPER_BLOCK}  # which is read alone
+    kinds = chosen.scale_kinds - (set() if is_super else {ScaleKind.SUPER_BLOCK})  # others are read alone
     rule = f"one of {', '.join(sorted(str(item) for item in kinds))}"
     yield kind in kinds, "scale_kind", rule, kind, None
     is_met = isinstance(packing, Packing) and packing.codes_per_byte * chosen.bits == _CODE_BITS
@@ -88,6 +98,7 @@ def choice_rules(  # noqa: PLR0913  # the choices of one call
         rule = f"low_first or high_first where K is not a multiple of {block}"
         yield packing.order is not NibbleOrder.HALF_SPLIT, "packing", rule, str(packing), None
         return
+    block = SUPER_SIZE if is_super else block
     wider = -(-columns // block) * block
     hint = f"Pad each row with zeros to {wider} in-features, or use a format that allows any K: nf4, fp4 or int4."
     yield is_integer or not columns % block, "K", f"a multiple of the block size {block}", columns, hint
@@ -97,7 +108,8 @@ def choice_rules(  # noqa: PLR0913  # the choices of one call
 
 def check_scales(coded: Coded, chosen: Format, where: str | None) -> None:
     """Refuse values so large that a scale or offset overflowed its dtype, by an ``InputError`` with the block."""
-    for name, numbers in (("scale", coded.scale), ("offset", coded.offset)):
+    for name in ("scale", "offset", "nested_scale", "nested_offset"):
+        numbers = getattr(coded, name)
         if numbers is None or numbers.element_size() == 1:
             continue
         bad = (~torch.isfinite(numbers)).nonzero()

@@ -13,7 +13,17 @@ from q4_quantize import checks
 from q4_quantize.encode import quantize_reference
 from q4_quantize.probe import call_quantizer, probe_quantizer
 from q4_quantize.rules import RULES
-from q4core import BackendUnavailableError, InputError, LifecycleError, Q4Error, Request, Rounding, find_format
+from q4_quantize.super_blocks import SUPER_SIZE
+from q4core import (
+    BackendUnavailableError,
+    InputError,
+    LifecycleError,
+    Q4Error,
+    Request,
+    Rounding,
+    ScaleKind,
+    find_format,
+)
 from q4core.extension import given_weight, select_proven
 from q4core.plugin_api import emit
 
@@ -108,7 +118,8 @@ def quantize_request(
     """Return the request to a quantiser: the facts of the weight that the reference makes of ``dense`` [N, K]."""
     kind = find_format(format)
     rows, columns = dense.shape
-    block = choices.get("block_size") or kind.block_size
+    is_super = choices.get("scale_kind") is ScaleKind.SUPER_BLOCK
+    block = SUPER_SIZE if is_super else choices.get("block_size") or kind.block_size
     sample = _sample(kind, block + columns % block, dense.dtype, tuple(sorted(choices.items())))
     request = Request.for_weight(sample, device=dense.device, dtype=dense.dtype)
     return attrs.evolve(request, op="quantize", out_features=rows, in_features=columns, rounding=rounding)

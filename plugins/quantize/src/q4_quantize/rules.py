@@ -8,19 +8,21 @@ Reference:
         compressed-tensors 0.20 (E4M3_DIV).
     Q4_0, Q4_1, Q8_0: ggml's block formats, whose codes come from the float32 step. Bit-equal to
         ``gguf.quants.quantize`` 0.19 on x86.
+    Q4_K, Q6_K, IQ4_NL: see ``super_blocks``.
     INT4: GPTQ's, AWQ's and compressed-tensors' affine scheme. Bit-equal to compressed-tensors 0.20 on float32 weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import torch
 
+from q4_quantize.coded import Coded
+from q4_quantize.super_blocks import iq4_nl_rule, q4_k_rule, q6_k_rule
 from q4core import ScaleKind, resolve_levels
-from q4core.plugin_api import cat_stored
 
 if TYPE_CHECKING:
     from q4core import Format
@@ -41,28 +43,6 @@ _STEPS = 15
 _EXTREME_CODE = -8
 _LARGEST_BYTE = 127
 _LOWEST, _HIGHEST = -8, 7
-
-
-@attrs.frozen
-class Coded:
-    """Codes of some blocks, uint8 [..., block], one per byte, and their numbers [...] as they are stored."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    offset: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-
-    @classmethod
-    def join(cls, codes: torch.Tensor, parts: Sequence[Coded], dim: int) -> Coded:
-        """Return the numbers of several parts joined along ``dim``, with ``codes`` in place of theirs."""
-        offsets = [part.offset for part in parts if part.offset is not None]
-        zeros = [part.zero for part in parts if part.zero is not None]
-        return cls(
-            codes,
-            cat_stored([part.scale for part in parts], dim),
-            offset=torch.cat(offsets, dim) if offsets else None,
-            zero=torch.cat(zeros, dim) if zeros else None,
-        )
 
 
 Rule: TypeAlias = Callable[[torch.Tensor], Coded]
@@ -260,10 +240,11 @@ RULES: dict[str, Callable[[Choices], Rule]] = {
         mxfp4_rule if choices.kind is ScaleKind.E8M0 else nvfp4_rule(choices.kind, choices.global_scale)
     ),
     "q4_0": lambda _: q4_0_rule,
-    "q4_1": lambda _: q4_1_rule,
-    "q8_0": lambda _: q8_0_rule,
+    "q4_1": lambda choices: q4_k_rule if choices.kind is ScaleKind.SUPER_BLOCK else q4_1_rule,
+    "q8_0": lambda choices: q6_k_rule if choices.kind is ScaleKind.SUPER_BLOCK else q8_0_rule,
+    "iq4_nl": lambda choices: iq4_nl_rule(choices.format),
     "affine": lambda choices: int4_rule(choices.dtype, symmetric=choices.symmetric),
 }
 """Name, as ``Format.rule`` has it → the rule for some choices."""
-MEANINGS = {"e2m1": "nvfp4", "q4_0": "q4_0", "q4_1": "q4_1", "q8_0": "q8_0", "affine": "int4"}
+MEANINGS = {"e2m1": "nvfp4", "q4_0": "q4_0", "q4_1": "q4_1", "q8_0": "q8_0", "iq4_nl": "iq4_nl", "affine": "int4"}
 """Rule → a built-in format whose codes it writes; ``absmax`` takes the nearest of any codebook's values."""
