@@ -14,7 +14,7 @@ import torch
 
 import q4_lm
 import q4core as q4
-from q4_lm import Architecture, LanguageModel, architectures, build_decoder
+from q4_lm import Architecture, LanguageModel, TransformerConfig, architectures, build_decoder
 from q4_lm.models.gguf import ARCHITECTURES
 from q4_lm.models.metadata import Metadata
 from q4_lm.prepared.opening import CacheWarning
@@ -289,3 +289,31 @@ def test_a_plugin_brings_an_architecture(tiny_llama: Path, monkeypatch: pytest.M
     values |= {key.replace("llama.", "llama-again."): value for key, value in values.items()}
     with q4.Session(CONFIG) as session:
         assert len(build_decoder(checkpoint, session, Metadata(values, "tiny.gguf")).layers) == 2
+
+
+def test_a_header_is_read_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening asks the architecture for its config once, not again for each who needs it."""
+    calls = []
+    own = next(item for item in ARCHITECTURES if item.name == "llama")
+
+    def config(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return own.config(*arguments)
+
+    monkeypatch.setattr(
+        "q4_lm.models.architecture.architectures", lambda: {"llama": attrs.evolve(own, config=config)}
+    )
+    LanguageModel.open(tiny_llama, CONFIG, cache="off").close()
+    assert len(calls) == 1
+
+
+def test_an_encoder_is_refused_by_its_own_name(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the architecture that the file has."""
+    own = next(item for item in ARCHITECTURES if item.name == "llama")
+    encoder = attrs.evolve(
+        own, name="ours", config=lambda *_: TransformerConfig(hidden_size=8, intermediate_size=8, causal=False)
+    )
+    monkeypatch.setattr("q4_lm.models.architecture.architectures", lambda: {"llama": encoder})
+    checkpoint = q4.open(tiny_llama)
+    with q4.Session(CONFIG) as session, pytest.raises(q4.CheckpointError, match="encoder gives no text.*'ours'"):
+        build_decoder(checkpoint, session, Metadata(checkpoint.metadata, "tiny.gguf"))

@@ -178,9 +178,9 @@ def test_experts_that_are_not_computed(read: Callable[..., TransformerConfig]) -
 
 def test_caps_of_gemma2(read: Callable[..., TransformerConfig]) -> None:
     """Gemma 2 has caps of 50 and 30 where its header says none, and none where it says 0."""
-    assert (read("gemma2").attention_cap, read("gemma2").logit_cap) == (50, 30)
+    assert (read("gemma2").attn_logit_softcapping, read("gemma2").final_logit_softcapping) == (50, 30)
     none = read("gemma2", attn_logit_softcapping=0, final_logit_softcapping=0.0)
-    assert (none.attention_cap, none.logit_cap) == (None, None)
+    assert (none.attn_logit_softcapping, none.final_logit_softcapping) == (None, None)
 
 
 def test_keys_of_windows(read: Callable[..., TransformerConfig]) -> None:

@@ -99,11 +99,11 @@ class LanguageModel:
             metadata = Metadata(checkpoint.metadata, path)
             architecture = find_architecture(metadata)  # before the seconds that a vocabulary takes
             vocabulary = read_vocabulary(metadata)
-            rows = architecture.config(checkpoint, metadata).vocab_size
-            if len(vocabulary.tokens) > rows:
-                rule = f"at most {rows} items long, as the embedding has rows"
+            facts = architecture.config(checkpoint, metadata)
+            if len(vocabulary.tokens) > facts.vocab_size:
+                rule = f"at most {facts.vocab_size} items long, as the embedding has rows"
                 metadata.fail("tokenizer.ggml.tokens", rule, len(vocabulary.tokens))
-            decoder = build_decoder(checkpoint, session, metadata)
+            decoder = build_decoder(checkpoint, session, metadata, facts)
         special = {
             f"{name}_token": vocabulary.tokens[metadata.integer(f"tokenizer.ggml.{name}_token_id", low=0)]
             for name in ("bos", "eos")

@@ -85,13 +85,16 @@ def config_from_gguf(path: str | os.PathLike[str]) -> TransformerConfig:
         return find_architecture(metadata).config(checkpoint, metadata)
 
 
-def build_model(checkpoint: Checkpoint, session: Session, metadata: Metadata) -> Transformer:
+def build_model(
+    checkpoint: Checkpoint, session: Session, metadata: Metadata, config: TransformerConfig | None = None
+) -> Transformer:
     """Build the decoder or encoder that an opened file holds.
 
     Args:
         checkpoint: The opened file.
         session: Makes the 4-bit layers.
         metadata: The file's metadata.
+        config: What the architecture reads of them, where it is known.
 
     Raises:
         CheckpointError: The architecture is not known, a metadata value or a tensor is missing or contradicts the
@@ -99,7 +102,7 @@ def build_model(checkpoint: Checkpoint, session: Session, metadata: Metadata) ->
         ConfigError: The session's device is not available.
     """
     architecture = find_architecture(metadata)
-    config = architecture.config(checkpoint, metadata)
+    config = config or architecture.config(checkpoint, metadata)
     model = empty_transformer(config)
     load_weights_(model, checkpoint, session, architecture.names(config), metadata.where)
     if isinstance(model, TransformerDecoder):
@@ -107,13 +110,17 @@ def build_model(checkpoint: Checkpoint, session: Session, metadata: Metadata) ->
     return model
 
 
-def build_decoder(checkpoint: Checkpoint, session: Session, metadata: Metadata) -> TransformerDecoder:
+def build_decoder(
+    checkpoint: Checkpoint, session: Session, metadata: Metadata, config: TransformerConfig | None = None
+) -> TransformerDecoder:
     """Build the decoder that an opened file holds; arguments and errors are ``build_model``'s.
 
     Raises:
         CheckpointError: The file holds an encoder.
     """
-    if not find_architecture(metadata).config(checkpoint, metadata).causal:
+    architecture = find_architecture(metadata)
+    config = config or architecture.config(checkpoint, metadata)
+    if not config.causal:
         hint = "SentenceEncoder.open reads encoders."
-        metadata.fail("general.architecture", "a decoder's; an encoder gives no text", "bert", hint)
-    return cast("TransformerDecoder", build_model(checkpoint, session, metadata))
+        metadata.fail("general.architecture", "a decoder's; an encoder gives no text", architecture.name, hint)
+    return cast("TransformerDecoder", build_model(checkpoint, session, metadata, config))

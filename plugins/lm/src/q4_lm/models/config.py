@@ -65,17 +65,17 @@ class TransformerConfig:
         qk_norm: Whether queries and keys are normed.
         qk_norm_heads: Whether head by head; else all heads' features at once.
         attention_scale: Of the scores. Defaults to 1 / sqrt(head_dim).
-        attention_cap: Bound of the scores, which become ``cap · tanh(score / cap)``.
+        attn_logit_softcapping: Bound of the scores, which become ``cap · tanh(score / cap)``.
         attention_sinks: Whether each head has a learnt score of no key.
         attention_dropout: Share of the attention weights that training drops.
         dropout: Share of what each part gives that training drops.
         embedding_scale: What embeddings are multiplied by.
         residual_scale: What the result of each part is multiplied by before it is added.
         logit_scale: What logits are multiplied by.
-        logit_cap: Bound of the logits, as of the scores.
+        final_logit_softcapping: Bound of the logits, as of the scores.
         num_experts: Experts of each feed-forward part; 0 for a part without.
-        experts_per_token: How many of them compute a token.
-        experts_normalized: Whether their weights add up to one.
+        num_experts_per_tok: How many of them compute a token.
+        norm_topk_prob: Whether their weights add up to one.
         type_vocab_size: Kinds of segments (BERT); 0 for none.
         tie_word_embeddings: Whether the head is the embedding.
         initializer_range: Standard deviation of random weights.
@@ -113,17 +113,17 @@ class TransformerConfig:
     qk_norm: bool = False
     qk_norm_heads: bool = True
     attention_scale: float | None = None
-    attention_cap: float | None = None
+    attn_logit_softcapping: float | None = None
     attention_sinks: bool = False
     attention_dropout: float = 0.0
     dropout: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
-    logit_cap: float | None = None
+    final_logit_softcapping: float | None = None
     num_experts: int = 0
-    experts_per_token: int = 0
-    experts_normalized: bool = True
+    num_experts_per_tok: int = 0
+    norm_topk_prob: bool = True
     type_vocab_size: int = 0
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
@@ -160,9 +160,9 @@ class TransformerConfig:
 
     def _check_experts_and_caps(self) -> None:
         if self.num_experts:
-            fits = _is_count(self.experts_per_token) and self.experts_per_token <= self.num_experts
-            self._require("experts_per_token", fits, f"from 1 to {self.num_experts}, the experts")
-        for name in ("attention_cap", "logit_cap"):
+            fits = _is_count(self.num_experts_per_tok) and self.num_experts_per_tok <= self.num_experts
+            self._require("num_experts_per_tok", fits, f"from 1 to {self.num_experts}, the experts")
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             cap = getattr(self, name)
             self._require(name, cap is None or cap > 0, "a positive number, or None")
 

@@ -42,7 +42,7 @@ def _experts(metadata: Metadata, prefix: str, kind: str) -> dict[str, Any]:
     if gating not in {1, 3}:  # softmax of all, or of the chosen: the same, once it is divided by its sum
         metadata.fail(f"{prefix}.expert_gating_func", "1 or 3, a softmax", gating)
     chosen = metadata.integer(f"{prefix}.expert_used_count", high=count)
-    return {"num_experts": count, "experts_per_token": chosen}
+    return {"num_experts": count, "num_experts_per_tok": chosen}
 
 
 def read_options(metadata: Metadata, prefix: str, kind: str) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def _gemma(metadata: Metadata, prefix: str, kind: str, layers: int) -> dict[str,
     if (kind, layers) in {("gemma2", 46), ("gemma3", 62)}:  # of 27B alone
         options["attention_scale"] = (hidden / metadata.integer(f"{prefix}.attention.head_count")) ** -0.5
     if kind == "gemma2":
-        for name, of, default in (("attention_cap", "attn", 50.0), ("logit_cap", "final", 30.0)):
-            options[name] = metadata.number(f"{prefix}.{of}_logit_softcapping", above=-1e-9, default=default) or None
+        for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+            options[name] = metadata.number(f"{prefix}.{name}", above=-1e-9, default=default) or None
     return options
 
 

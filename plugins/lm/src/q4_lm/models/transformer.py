@@ -45,8 +45,8 @@ def _feed_forward(config: TransformerConfig) -> nn.Module:
     return Experts(
         *sizes,
         config.num_experts,
-        config.experts_per_token,
-        normalised=config.experts_normalized,
+        config.num_experts_per_tok,
+        normalised=config.norm_topk_prob,
         activation=config.hidden_act,
         bias=config.mlp_bias,
     )
@@ -87,7 +87,7 @@ class TransformerBlock(nn.Module):
             scale=config.attention_scale,
             dropout=config.attention_dropout,
             layer=layer,
-            cap=config.attention_cap,
+            cap=config.attn_logit_softcapping,
             sinks=config.attention_sinks,
         )
         self.post_attention_layernorm = _norm(config) if has_post else None
@@ -284,7 +284,7 @@ class TransformerDecoder(_Transformer):
         for block in self.layers:
             x = builder.emit(block, x, cache=cache)
         logits: Value = builder.emit(self.lm_head, x if self.norm is None else builder.emit(self.norm, x))
-        scale, cap = self.config.logit_scale, self.config.logit_cap
+        scale, cap = self.config.logit_scale, self.config.final_logit_softcapping
         if scale != 1.0:
             logits = builder.step(Op.AFFINE, logits, numbers=(scale, 0))
         if cap is not None:
@@ -328,8 +328,8 @@ class TransformerDecoder(_Transformer):
         logits: torch.Tensor = self.lm_head(x if self.norm is None else self.norm(x))
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
-        if self.config.logit_cap is not None:
-            logits = (logits / self.config.logit_cap).tanh() * self.config.logit_cap
+        if self.config.final_logit_softcapping is not None:
+            logits = (logits / self.config.final_logit_softcapping).tanh() * self.config.final_logit_softcapping
         return logits
 
 
