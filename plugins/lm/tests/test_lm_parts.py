@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import q4core as q4
 from q4_lm import Generation, TransformerConfig, build_transformer, load_model, save_model
@@ -47,7 +49,7 @@ def test_more_experts_than_there_are() -> None:
     with pytest.raises(q4.ConfigError, match="from 1 to 2"):
         Experts(8, 12, 2, 3)
     with pytest.raises(q4.ConfigError, match="from 1 to 2"):
-        TransformerConfig(hidden_size=8, intermediate_size=8, num_experts=2, experts_per_token=3)
+        TransformerConfig(hidden_size=8, intermediate_size=8, num_experts=2, num_experts_per_tok=3)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -69,6 +71,28 @@ def test_capped_scores_and_sinks(count: int, window: int | None) -> None:
         weights = bounded.softmax(-1)[:-1]
         expected = weights @ values[batch, head // 2, list(seen)]
         assert torch.allclose(found[batch, place, head], expected)
+
+
+class LargestStorage(TorchDispatchMode):
+    """Records the largest memory that any step's result needs."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a step of torch, and look at what it returns."""
+        found = func(*args, **(kwargs or {}))
+        tensors = [item for item in tree_leaves(found) if isinstance(item, torch.Tensor)]
+        self.nbytes = max([self.nbytes, *(item.untyped_storage().nbytes() for item in tensors)])
+        return found
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_capped_scores_copy_no_keys(count: int) -> None:
+    """The heads of a group read the keys and values of a cache where they lie, which are not copied for each."""
+    query, keys = torch.randn(1, count, 8, 64), torch.randn(1, 2, 500, 64)
+    with LargestStorage() as steps:
+        attend(query, keys, keys, cap=2.0, sinks=torch.zeros(8))
+    assert steps.nbytes <= keys.nbytes
 
 
 def test_without_cap_and_sinks() -> None:
@@ -95,10 +119,10 @@ def test_clamped_swiglu() -> None:
 PARTS: dict[str, dict[str, Any]] = {
     "after": {"norm_position": "after", "qk_norm": True, "qk_norm_heads": False},
     "factors": {"embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 0.2, "attention_scale": 0.1},
-    "capped logits": {"logit_cap": 2.0},
-    "capped scores": {"attention_cap": 1.0, "norm_position": "both"},
+    "capped logits": {"final_logit_softcapping": 2.0},
+    "capped scores": {"attn_logit_softcapping": 1.0, "norm_position": "both"},
     "sinks": {"attention_sinks": True, "sliding_window": 4, "sliding_layers": (0, 2)},
-    "experts": {"num_experts": 4, "experts_per_token": 2},
+    "experts": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -134,7 +158,7 @@ def test_config_of_parts() -> None:
     for options in PARTS.values():
         config = TransformerConfig(**SIZES, **options)
         assert TransformerConfig.from_dict(config.to_dict()) == config
-    for name in ("attention_cap", "logit_cap"):
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         none: dict[str, Any] = {name: 0.0}
         with pytest.raises(q4.ConfigError, match=name):
             TransformerConfig(**SIZES, **none)

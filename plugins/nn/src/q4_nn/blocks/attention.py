@@ -118,9 +118,12 @@ def _attend_in_steps(  # noqa: PLR0913  # as above
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return what ``attend`` does, with scores that torch's own product can't change."""
-    kv_heads = keys.shape[1]
-    grouped = query.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, kv_heads, heads of one, T, head_dim]
-    scores = grouped @ keys[:, :, None].transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    kv_heads, count = keys.shape[1], query.shape[1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # The heads of a group are so many queries to one key-value head, [B, kv_heads, heads of one · T, head_dim]; a
+    # product over [B, kv_heads, heads of one] would copy keys and values for each of them.
+    grouped = query.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    scores = (grouped @ keys.transpose(-1, -2) * scale).unflatten(2, (-1, count))
     if cap is not None:
         scores = (scores / cap).tanh() * cap
     if mask is not None:
@@ -132,7 +135,8 @@ def _attend_in_steps(  # noqa: PLR0913  # as above
     else:
         weights = scores.softmax(-1)
     weights = nn.functional.dropout(weights.to(values.dtype), dropout)
-    return (weights @ values[:, :, None]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    mixed = (weights.flatten(2, 3) @ values).unflatten(2, (-1, count))
+    return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 class MultiHeadAttention(nn.Module):
