@@ -233,7 +233,7 @@ def test_a_loss_is_allowed_where_asked_for(tmp_path: Path) -> None:
         assert opened["m"].format.name == "q4_1"
         assert (q4.dequantize(opened["m"]) - wanted).abs().max() <= 2**-10 * wanted.abs().max()
     huge = _weight(scale=torch.full((4, 2), 1e6))
-    with pytest.raises(q4.DialectError, match="reach of float16"):
+    with pytest.raises(q4.DialectError, match="number that float16 has"):
         q4.save_checkpoint(tmp_path / "y.gguf", {"m": huge}, dialect="gguf", lossy=True)
 
 

@@ -187,6 +187,10 @@ class Conversion:
 
     def _choices(self, weight: q4.PackedWeight) -> Iterator[dict[str, Any]]:
         """Yield options of ``q4.quantize``, the likeliest first."""
+        recipes = getattr(self.sink, "recipes", {})  # by the names of the sink's own types, such as Q4_K
+        if self.format_name in recipes:
+            yield dict(recipes[self.format_name])
+            return
         formats = {**q4.BUILTIN_FORMATS, **q4.default_registry().formats()}
         names = [name for name, item in formats.items() if name in self.sink.formats and item.rule in _RULES]
         names.sort(key=lambda name: (name != weight.format.name, formats[name].bits, _RULES.index(formats[name].rule)))

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from q4core import PackedWeight
 
-__all__ = ["Form", "form_of"]
+__all__ = ["INTEGERS", "Form", "form_of"]
 
 _OWN = tuple(name for name in PACKED_TYPES if name not in ALIKE_TYPES)
 """Types by which a form is recognised."""
-_INTEGERS = {"int4": ("Q4_0", "Q4_1"), "int8": ("Q8_0", None)}
+INTEGERS = {"int4": ("Q4_0", "Q4_1"), "int8": ("Q8_0", None)}
 """Formats of integers → the type of those without zero points, and of those with."""
 _LARGEST = {"Q5_0": 15, "Q5_1": 31, "Q2_K": 3, "Q3_K": 3, "Q5_K": 31, "Q6_K": 31, "TQ1_0": 1, "TQ2_0": 2}
 """Type → the greatest number that a code may stand for, of types whose codes have fewer bits than their format's."""
@@ -45,13 +45,11 @@ class Form:
         module: The layer's name, for messages.
         weight: The weight.
         type_name: ggml's name of the type.
-        lossy: Whether scales and offsets may be rounded to float16.
     """
 
     module: str
     weight: PackedWeight
     type_name: str
-    lossy: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -65,18 +63,37 @@ class Form:
         Raises:
             DialectError: Codes, scales or offsets do not fit into the bits of the type.
         """
+        _, kind = number_of(self.type_name)
+        for start, part in self._pieces():
+            codes, fields = self._codes(part, start), self._fields(part, start)
+            blocks = codes.reshape(part.out_features, part.in_features // kind.block_size, -1)
+            yield block_bytes(self.type_name, blocks, fields).flatten(1).contiguous()
+
+    def check(self) -> None:
+        """Check what ``rows`` does, and make no bytes."""
+        for start, part in self._pieces():
+            self._fields(part, start)
+            if self.type_name in _LARGEST:
+                self._codes(part, start)
+
+    def _pieces(self) -> Iterator[tuple[int, PackedWeight]]:
         count = self.weight.out_features
         step = max(1, _CHUNK_ELEMENTS // self.weight.in_features)
         for start in range(0, count, step):
-            yield self._chunk(self.weight.narrow(0, start, min(step, count - start)), start)
+            yield start, self.weight.narrow(0, start, min(step, count - start))
 
-    def _chunk(self, part: PackedWeight, start: int) -> torch.Tensor:
-        layout, (_, kind) = PACKED_TYPES[self.type_name], number_of(self.type_name)
-        rows, blocks = part.out_features, part.in_features // kind.block_size
+    def _codes(self, part: PackedWeight, start: int) -> torch.Tensor:
+        """Return the codes, one per byte."""
         codes = part.codes().cpu()
         if part.format.name == "int8":
             codes = codes ^ part.format.middle
         self._check_codes(codes, start)
+        return codes
+
+    def _fields(self, part: PackedWeight, start: int) -> dict[str, torch.Tensor]:
+        """Return the numbers of the blocks, as ``block_bytes`` takes them."""
+        layout, (_, kind) = PACKED_TYPES[self.type_name], number_of(self.type_name)
+        rows, blocks = part.out_features, part.in_features // kind.block_size
         fields: dict[str, torch.Tensor] = {}
         for name in layout.parts:
             numbers = self._offsets(part) if name == "offset" and part.zero is not None else getattr(part, name)
@@ -90,7 +107,7 @@ class Form:
             else:
                 spread = numbers.repeat_interleave(part.block_size // layout.block_size, dim=1)
                 fields[name] = self._half(name, spread[:, :blocks], start)
-        return block_bytes(self.type_name, codes.reshape(rows, blocks, -1), fields).flatten(1).contiguous()
+        return fields
 
     @staticmethod
     def _offsets(part: PackedWeight) -> torch.Tensor:
@@ -104,10 +121,10 @@ class Form:
         halves = numbers.to(torch.float16)
         if halves.dtype == numbers.dtype:
             return halves
-        is_bad = ~torch.isfinite(halves) if self.lossy else halves.to(numbers.dtype) != numbers
+        is_bad = halves.to(numbers.dtype) != numbers
         if is_bad.any():
             row, block = is_bad.nonzero()[0].tolist()
-            rule = "in reach of float16" if self.lossy else "a number that float16 has"
+            rule = "a number that float16 has"
             if name == "offset" and self.weight.zero is not None:
                 name, rule = "zero", f"such that {rule} is minus its product with the scale"
             self._fail(f"{name}[{start + row}, {block}]", rule, float(numbers[row, block]))
@@ -141,7 +158,7 @@ class Form:
             self._fail(f"{name}[{start + row}, {place}]", rule, int(numbers[row, block, within]))
 
 
-def form_of(module: str, weight: PackedWeight, *, lossy: bool = False) -> Form:
+def form_of(module: str, weight: PackedWeight) -> Form:
     """Return a weight as the ggml type that holds it exactly.
 
     A weight that was read from a GGUF file has the type that it had there, but for Q8_1, which becomes Q8_0.
@@ -149,28 +166,28 @@ def form_of(module: str, weight: PackedWeight, *, lossy: bool = False) -> Form:
     Args:
         module: The layer's name, for messages.
         weight: The weight.
-        lossy: Allow scales and offsets to be rounded to float16, and a static activation scale to be left out.
 
     Raises:
         DialectError: No type holds it; the message names what does not fit. Codes and scales out of a type's reach are
             found when the bytes are made.
     """
-    _check_features(module, weight, lossy=lossy)
+    _check_features(module, weight)
     name = _type_of(module, weight)
     _, kind = number_of(name)
     if weight.in_features % kind.block_size:
         _refuse(module, "K", f"a multiple of {kind.block_size}, the elements of a block of {name}", weight.in_features)
-    return Form(module, weight, name, lossy)
+    return Form(module, weight, name)
 
 
-def _check_features(module: str, weight: PackedWeight, *, lossy: bool) -> None:
+def _check_features(module: str, weight: PackedWeight) -> None:
     if weight.blocks is BlockOrder.FLAT:
         _refuse(module, "blocks", "along rows, as GGUF's are", "flat")
     for field in ("input_permutation", "input_channel_scale"):
         if getattr(weight, field) is not None:
             _refuse(module, field, "absent, as GGUF has no place for it", "present")
-    if weight.activation_scale is not None and not lossy:
-        _refuse(module, "activation_scale", "absent, as GGUF has no place for it", "present", "Allow a loss.")
+    if weight.activation_scale is not None:
+        hint = "lossy=True (`q4 convert --requantize`) leaves it out."
+        _refuse(module, "activation_scale", "absent, as GGUF has no place for it", "present", hint)
     if weight.codebook is not None and not torch.equal(
         weight.codebook.to("cpu", torch.float32), weight.format.codebook_tensor()
     ):
@@ -184,15 +201,15 @@ def _type_of(module: str, weight: PackedWeight) -> str:
     for name in ([noted] if noted in PACKED_TYPES else []) + [*_OWN]:
         if _is_of(weight, name):
             return "Q8_0" if name == "Q8_1" else name
-    if weight.format.name in _INTEGERS and weight.scale_kind is ScaleKind.PLAIN:
-        plain, shifted = _INTEGERS[weight.format.name]
+    if weight.format.name in INTEGERS and weight.scale_kind is ScaleKind.PLAIN:
+        plain, shifted = INTEGERS[weight.format.name]
         middle, zero = weight.format.middle, weight.zero
         found = plain if zero is None or bool((zero == middle).all()) else shifted
         if found is None:
             _refuse(module, "zero", f"absent or {middle} throughout, as in GGUF's {plain}", "others")
         if weight.block_size % 32 == 0:
             return found
-    known = {PACKED_TYPES[name].format for name in _OWN} | {*_INTEGERS}
+    known = {PACKED_TYPES[name].format for name in _OWN} | {*INTEGERS}
     if weight.format.name not in known:
         _refuse(module, "format", f"one that GGUF has ({', '.join(sorted(known))})", weight.format.name)
     rule = "those of a GGUF type (a multiple of 32, a super-block of 256)"

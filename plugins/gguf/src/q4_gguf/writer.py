@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import logging
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
 
+from q4_gguf.dialect import GgufDialect
 from q4_gguf.encoding import encode_header
 from q4_gguf.forms import form_of
 from q4_gguf.ggml import DENSE_TYPES, number_of
 from q4_gguf.values import TypedInt
 from q4core import CheckpointError, DialectError, WeightError
-from q4core.plugin_api import Staging, sync
+from q4core.plugin_api import Staging, emit, sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -69,6 +71,8 @@ class GgufWriter:
     """Writes GGUF files, in one or in parts."""
 
     name = "gguf"
+    dialect = GgufDialect()
+    """What it takes, and the nearest to what it does not, for those who convert."""
 
     def accepts(self, path: Path) -> bool:
         """Return whether a path is a GGUF file's, by its name."""
@@ -92,7 +96,7 @@ class GgufWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             staging = Staging(path.parent)
             with (staging.path / "data").open("xb+") as data:
-                contents = _Contents(data, lossy=request.lossy)
+                contents = _Contents(data, self.dialect if request.lossy else None)
                 for module in weights:
                     contents.add_layer(module, weights[module])
                 for name in request.dense or {}:
@@ -129,7 +133,7 @@ def _check_request(path: Path, request: SaveRequest) -> None:
 class _Contents:
     """The tensors of a file, whose bytes are in a temporary one."""
 
-    def __init__(self, data: BinaryIO, *, lossy: bool) -> None:
+    def __init__(self, data: BinaryIO, lossy: GgufDialect | None) -> None:
         self._data = data
         self._lossy = lossy
         self._position = 0
@@ -154,7 +158,13 @@ class _Contents:
             hint = "Quantise the layer again; nothing was written."
             facts: dict[str, Any] = {"rule": error.rule, "value": error.value, "hint": hint}
             raise WeightError(f"save_checkpoint: layer {module!r}", name=error.name, **facts) from error
-        form = form_of(module, weight, lossy=self._lossy)
+        if self._lossy is not None:
+            try:
+                self._lossy.write(module, weight)
+            except DialectError as error:
+                emit("q4.approximate", level=logging.WARNING, layer=module, dialect="gguf", why=error.summary)
+                weight = self._lossy.approximate(weight)
+        form = form_of(module, weight)
         self._layers[module] = _Tensor(module, form.type_name, tuple(weight.shape), (self._store(form.rows()),))
         if weight.global_scale is not None:
             self._factors[module] = weight.global_scale.detach().to("cpu", torch.float32).reshape(1)
