@@ -25,7 +25,14 @@ CLASSES = {
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
     "gemma3_text": "Gemma3Text",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "granite": "Granite",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "gpt_oss": "GptOss",
     "phi3": "Phi3",
     "smollm3": "SmolLM3",
     "bert": "Bert",
@@ -78,6 +85,56 @@ OTHER: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 99.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "tie_word_embeddings": False,
+    },
+    "gemma2": {
+        **COMMON,
+        "head_dim": 16,
+        "hidden_activation": "gelu",
+        "attention_bias": True,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 12,
+        "attn_logit_softcapping": 7.0,
+        "final_logit_softcapping": 9.0,
+        "tie_word_embeddings": False,
+    },
+    "olmo2": {**COMMON, "attention_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "olmo3": {
+        **COMMON,
+        "attention_bias": True,
+        "rope_theta": 500_000.0,  # of another one, transformers gives sliding blocks the default
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16},
+        "sliding_window": 12,
+    },
+    "granite": {
+        **COMMON,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.125,
+        "logits_scaling": 4.0,
+    },
+    "mixtral": {**COMMON, "head_dim": 16, "sliding_window": 12, "num_local_experts": 3, "num_experts_per_tok": 1},
+    "qwen3_moe": {
+        **COMMON,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "moe_intermediate_size": 32,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        **COMMON,
+        "hidden_act": "silu",
+        "head_dim": 16,
+        "attention_bias": False,
+        "sliding_window": 12,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16},
     },
     "phi3": {
         **COMMON,
@@ -171,7 +228,7 @@ def test_null_is_not_absent(kind: str) -> None:
             assert read(told) in {key, read(resolved(told))}, key
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind != "gpt_oss"])
 def test_logits_of_the_defaults(kind: str, tmp_path: Path) -> None:
     """A folder whose config states sizes alone gives the numbers of transformers' model of that config."""
     torch.manual_seed(0)

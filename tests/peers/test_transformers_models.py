@@ -42,6 +42,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "gemma3": ("Gemma3Text", {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 5}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.25}
+        | {"attention_multiplier": 0.125, "logits_scaling": 8.0},
+    ),
     "phi3": ("Phi3", {"rope_parameters": {**BASE, "rope_type": "default", "partial_rotary_factor": 0.75}}),
     "phi3-long": (
         "Phi3",

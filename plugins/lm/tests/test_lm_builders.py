@@ -300,9 +300,7 @@ def test_a_header_is_read_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
         calls.append(arguments)
         return own.config(*arguments)
 
-    monkeypatch.setattr(
-        "q4_lm.models.architecture.architectures", lambda: {"llama": attrs.evolve(own, config=config)}
-    )
+    monkeypatch.setattr("q4_lm.models.architecture.architectures", lambda: {"llama": attrs.evolve(own, config=config)})
     LanguageModel.open(tiny_llama, CONFIG, cache="off").close()
     assert len(calls) == 1
 
@@ -315,5 +313,5 @@ def test_an_encoder_is_refused_by_its_own_name(tiny_llama: Path, monkeypatch: py
     )
     monkeypatch.setattr("q4_lm.models.architecture.architectures", lambda: {"llama": encoder})
     checkpoint = q4.open(tiny_llama)
-    with q4.Session(CONFIG) as session, pytest.raises(q4.CheckpointError, match="encoder gives no text.*'ours'"):
+    with q4.Session(CONFIG) as session, pytest.raises(q4.CheckpointError, match=r"encoder gives no text.*'ours'"):
         build_decoder(checkpoint, session, Metadata(checkpoint.metadata, "tiny.gguf"))

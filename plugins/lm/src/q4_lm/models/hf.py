@@ -14,7 +14,7 @@ from q4_lm.models.hf_config import config_from_hf
 from q4_lm.models.hf_names import from_hf_name, fused_parts, to_hf_name
 from q4_lm.models.load import Names, load_weights_
 from q4_lm.models.transformer import empty_transformer
-from q4core import PackedWeight
+from q4core import CheckpointError, PackedWeight
 from q4core.plugin_api import warn_once
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ def build_from_hf(folder: str | Path, session: Session) -> Transformer:
     """
     folder = Path(folder)
     config = config_from_hf(folder)
+    if config.attention_sinks:
+        rule, hint = "of a model whose folder is read", "GPT-OSS is read from GGUF files, or by q4_transformers.load."
+        raise CheckpointError(
+            "model config", name="model_type", rule=rule, value="gpt_oss", where=str(folder), hint=hint
+        )
     with q4.open(folder) as checkpoint:
         if config.causal and config.tie_word_embeddings and _has_other_head(checkpoint, config):
             what = f"the head of {folder}: config.json says tie_word_embeddings, but its weights are not those of the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,11 @@ _PLAIN = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _RANGED = frozenset({"llama3", "yarn", "longrope"})
 """Scalings that look at the context of the first training."""
+_SLIDING_BUT = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}
+"""Kinds of which all blocks slide but each n-th, where the file does not list them."""
+_NESTED = ("gemma3_text", "olmo3")
+"""Kinds with rotary options for each type of block."""
+_ROPE_OF_OSS = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _TEXT_PARTS = {"gemma3": "gemma3_text"}
 """Kind of a model of several parts → that of its text part, where this does not say it."""
 
@@ -65,8 +71,15 @@ def config_from_hf(source: Mapping[str, Any] | str | os.PathLike[str]) -> Transf
 
 def _sizes(fields: Values) -> dict[str, Any]:
     act = fields.get("hidden_activation" if fields.has("hidden_activation") else "hidden_act")
+    if fields.kind == "gpt_oss":
+        fields.refuse("hidden_act", "silu")
+        fields.refuse("swiglu_alpha", 1.702)
+        fields.refuse("swiglu_limit", 7.0)
+        act = "clamped_swiglu"
+    inner = "moe_intermediate_size" if fields.has("moe_intermediate_size") else "intermediate_size"
     return {
         **{name: fields.count(name) for name in (*_PLAIN, "max_position_embeddings")},
+        "intermediate_size": fields.count(inner),
         "hidden_act": _ACTIVATIONS.get(str(act), act),
         "initializer_range": fields.number("initializer_range"),
     }
@@ -93,15 +106,19 @@ def _bert(fields: Values) -> TransformerConfig:
 
 
 def _decoder(fields: Values) -> TransformerConfig:
-    fields.refuse("final_logit_softcapping")
-    fields.refuse("attn_logit_softcapping")
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    for name in caps:
+        if not fields.has(name):
+            fields.refuse(name)
     fields.refuse("use_bidirectional_attention", False)  # noqa: FBT003  # a value of the file
     sizes = _sizes(fields)
     heads, hidden, layers = sizes["num_attention_heads"], sizes["hidden_size"], sizes["num_hidden_layers"]
-    gemma, qwen2 = fields.kind == "gemma3_text", fields.kind == "qwen2"
+    gemma, qwen2 = fields.kind in {"gemma2", "gemma3_text"}, fields.kind == "qwen2"
+    olmo, granite, oss = fields.kind in {"olmo2", "olmo3"}, fields.kind == "granite", fields.kind == "gpt_oss"
     head_dim = hidden // heads if fields.get("head_dim") is None else fields.count("head_dim")
     rope, local = _rope(fields)
     bias = qwen2 or bool(fields.get("attention_bias"))
+    scale = fields.count("query_pre_attn_scalar") ** -0.5 if gemma else None
     turns = _turns(fields, layers)
     window, sliding = _sliding(fields, turns)
     return TransformerConfig(
@@ -110,7 +127,7 @@ def _decoder(fields: Values) -> TransformerConfig:
         head_dim=head_dim,
         norm="offset_rms" if gemma else "rms",
         norm_eps=fields.number("rms_norm_eps"),
-        norm_position="both" if gemma else "pre",
+        norm_position="both" if gemma else "after" if olmo else "pre",
         rope_theta=rope["rope_theta"],
         rope_scaling=RopeScaling.from_hf(rope, sizes["max_position_embeddings"]),
         rope_dim=int(head_dim * rope["partial_rotary_factor"]),
@@ -120,30 +137,53 @@ def _decoder(fields: Values) -> TransformerConfig:
         local_rope_theta=local,
         attention_bias=bias,
         attention_out_bias=bias and not qwen2,
-        mlp_bias=bool(fields.get("mlp_bias")),
-        qk_norm=fields.kind in {"qwen3", "gemma3_text"},
-        attention_scale=fields.count("query_pre_attn_scalar") ** -0.5 if gemma else None,
+        mlp_bias=oss or bool(fields.get("mlp_bias")),
+        qk_norm=olmo or fields.kind in {"qwen3", "qwen3_moe", "gemma3_text"},
+        qk_norm_heads=not olmo,
+        attention_scale=fields.number("attention_multiplier") if granite else scale,
+        attention_sinks=oss,
         attention_dropout=fields.number("attention_dropout"),
         dropout=fields.number("resid_pdrop"),
-        embedding_scale=hidden**0.5 if gemma else 1.0,
+        embedding_scale=fields.number("embedding_multiplier") if granite else hidden**0.5 if gemma else 1.0,
+        residual_scale=fields.number("residual_multiplier") if granite else 1.0,
+        logit_scale=1 / (fields.number("logits_scaling") or math.inf) if granite else 1.0,
+        attn_logit_softcapping=fields.number(caps[0]) or None,
+        final_logit_softcapping=fields.number(caps[1]) or None,
+        **_experts(fields),
         tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
     )
+
+
+def _experts(fields: Values) -> dict[str, Any]:
+    """Return the options of experts, and what one has inside."""
+    if not fields.has("num_experts_per_tok"):
+        return {}
+    fields.refuse("decoder_sparse_step", 1)
+    fields.refuse("mlp_only_layers", [])
+    names = ("num_experts", "num_local_experts")  # either is read, whatever the kind
+    own, other = names if fields.has(names[0]) else reversed(names)
+    if other in fields.values:
+        fields = attrs.evolve(fields, values={own: fields.values[other], **fields.values})
+    count = fields.count(own)
+    normed = bool(fields.get("norm_topk_prob")) or not fields.has("norm_topk_prob")
+    return {"num_experts": count, "num_experts_per_tok": fields.count("num_experts_per_tok"), "norm_topk_prob": normed}
 
 
 def _rope(fields: Values) -> tuple[dict[str, Any], float | None]:
     """Return the rotary options of the blocks that see everything, and the base of the sliding ones."""
     before, now = fields.options("rope_scaling"), fields.options("rope_parameters")  # of transformers 4, and 5
     local = None
-    if fields.kind == "gemma3_text":
+    if fields.kind in _NESTED:
         if now and not {_FULL, _SLIDING} & {*now}:
             fields.fail("rope_parameters", f"those of {_FULL} and of {_SLIDING}", now)
         full, sliding = (now.get(name) or {} for name in (_FULL, _SLIDING))
         given = {**full, **before}
         if sliding.get("rope_type", "default") != "default":
             fields.fail(f"rope_parameters.{_SLIDING}.rope_type", "'default'", sliding["rope_type"])
-        local = fields.finite("rope_theta", sliding.get("rope_theta", fields.get("rope_local_base_freq")))
+        default = fields.get("rope_local_base_freq") or DEFAULTS[fields.kind]["rope_theta"]
+        local = fields.finite("rope_theta", sliding.get("rope_theta", default))
     else:
-        given = before or now
+        given = before or now or (_ROPE_OF_OSS if fields.kind == "gpt_oss" else {})
     if nested := [name for name, value in given.items() if isinstance(value, dict)]:
         fields.fail(f"rope_parameters.{nested[0]}", "a number or a text", given[nested[0]])
     kind = given.get("rope_type", given.get("type", "default"))
@@ -183,6 +223,8 @@ def _sliding(fields: Values, turns: list[Any]) -> tuple[int | None, list[int]]:
     if fields.kind == "gemma3_text":  # some of its blocks slide in any case
         every = fields.count("sliding_window_pattern")
         sliding, is_used = [layer for layer in range(layers) if (layer + 1) % every], True
+    elif fields.kind in _SLIDING_BUT:
+        sliding, is_used = [layer for layer in range(layers) if (layer + 1) % _SLIDING_BUT[fields.kind]], True
     elif not is_used:
         sliding = []
     elif fields.kind == "smollm3":
@@ -225,25 +267,18 @@ def config_to_hf(config: TransformerConfig, model_type: str = "llama") -> dict[s
         result |= {"hidden_act": act, "layer_norm_eps": config.norm_eps, "type_vocab_size": config.type_vocab_size}
         result |= {"hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": config.attention_dropout}
     else:
-        result |= {"hidden_activation" if model_type == "gemma3_text" else "hidden_act": act}
+        act = "silu" if model_type == "gpt_oss" and act == "clamped_swiglu" else act
+        result |= {"hidden_activation" if model_type.startswith("gemma") else "hidden_act": act}
         result |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
         result |= {"rms_norm_eps": config.norm_eps, "tie_word_embeddings": config.tie_word_embeddings}
         result |= {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias, "rope_parameters": rope}
         result |= {"attention_dropout": config.attention_dropout, "sliding_window": config.sliding_window}
-        if model_type not in {"llama", "mistral", "phi3"}:
+        if "use_sliding_window" in DEFAULTS[model_type]:
             result["use_sliding_window"] = bool(config.sliding_layers)
-            sliding = frozenset(config.sliding_layers)
-            kinds = ("full_attention", "sliding_attention")
+        if "layer_types" in DEFAULTS[model_type]:
+            sliding, kinds = frozenset(config.sliding_layers), (_FULL, _SLIDING)
             result["layer_types"] = [kinds[layer in sliding] for layer in range(config.num_hidden_layers)]
-        if model_type == "gemma3_text":
-            result["query_pre_attn_scalar"] = round((config.attention_scale or config.head_dim**-0.5) ** -2)
-            local = {"rope_type": "default", "rope_theta": config.local_rope_theta or config.rope_theta}
-            result["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
-        if model_type == "phi3":
-            result["resid_pdrop"] = config.dropout
-            result |= {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}
-        if model_type == "smollm3":
-            result["no_rope_layers"] = [int(i not in config.no_rope_layers) for i in range(config.num_hidden_layers)]
+        result |= _own_facts(config, model_type, rope)
     again = config_from_hf(result)
     changed = [
         field.name
@@ -253,6 +288,31 @@ def config_to_hf(config: TransformerConfig, model_type: str = "llama") -> dict[s
     if changed:
         rule = f"a kind that has this config's {', '.join(changed)}"
         raise ConfigError("to_hf", name="model_type", rule=rule, value=model_type)
+    return result
+
+
+def _own_facts(config: TransformerConfig, kind: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """Return what some kinds of decoders alone have."""
+    result: dict[str, Any] = {}
+    scale = config.attention_scale or config.head_dim**-0.5
+    if kind.startswith("gemma"):
+        result["query_pre_attn_scalar"] = round(scale**-2)
+        result |= {name: getattr(config, name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    if kind in _NESTED:
+        local = {"rope_type": "default", "rope_theta": config.local_rope_theta or config.rope_theta}
+        result["rope_parameters"] = {_FULL: rope, _SLIDING: local}
+    if kind == "granite":
+        result |= {"embedding_multiplier": config.embedding_scale, "residual_multiplier": config.residual_scale}
+        result |= {"attention_multiplier": scale, "logits_scaling": 1 / config.logit_scale}
+    if config.num_experts:
+        result |= dict.fromkeys(("num_experts", "num_local_experts"), config.num_experts)
+        result |= {name: getattr(config, name) for name in ("num_experts_per_tok", "norm_topk_prob")}
+        result["moe_intermediate_size"] = config.intermediate_size
+    if kind == "phi3":
+        result["resid_pdrop"] = config.dropout
+        result |= {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}
+    if kind == "smollm3":
+        result["no_rope_layers"] = [int(i not in config.no_rope_layers) for i in range(config.num_hidden_layers)]
     return result
 
 

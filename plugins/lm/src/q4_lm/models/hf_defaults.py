@@ -59,13 +59,81 @@ _GEMMA3 = _kind(
     sliding_window_pattern=6,
     layer_types=None,
 )
-del _GEMMA3["hidden_act"]
+_GEMMA2 = {
+    **_kind((256_000, 2304, 9216, 26, 8), 8192, 4, head_dim=256, attention_bias=False, tie_word_embeddings=True),
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+for _gemma in (_GEMMA2, _GEMMA3):
+    del _gemma["hidden_act"]
+_OLMO_SIZES = (50_304, 4096, 11_008, 32, 32)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _kind((32_000, 4096, 11_008, 32, 32), 2048, None, **_BIAS),
     "mistral": _kind((32_000, 4096, 14_336, 32, 32), 131_072, 8, sliding_window=4096),
     "qwen2": _kind(_QWEN_SIZES, 32_768, 32, **_WINDOWS),
     "qwen3": _kind(_QWEN_SIZES, 32_768, 32, head_dim=128, attention_bias=False, **_WINDOWS),
+    "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
+    "olmo2": _kind(_OLMO_SIZES, 2048, None, attention_bias=False, rms_norm_eps=1e-5),
+    "olmo3": _kind(
+        _OLMO_SIZES,
+        2048,
+        None,
+        attention_bias=False,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        sliding_window=4096,
+        layer_types=None,
+    ),
+    "granite": _kind(
+        (32_000, 4096, 11_008, 32, 32),
+        2048,
+        None,
+        **_BIAS,
+        embedding_multiplier=1.0,
+        residual_multiplier=1.0,
+        attention_multiplier=1.0,
+        logits_scaling=1.0,
+    ),
+    "mixtral": _kind(
+        (32_000, 4096, 14_336, 32, 32),
+        131_072,
+        8,
+        rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+        sliding_window=None,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "qwen3_moe": _kind(
+        (151_936, 2048, 6144, 24, 32),
+        32_768,
+        4,
+        attention_bias=False,
+        use_sliding_window=False,
+        sliding_window=4096,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+    ),
+    "gpt_oss": _kind(
+        (201_088, 2880, 2880, 36, 64),
+        131_072,
+        8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=150_000.0,
+        attention_bias=True,
+        sliding_window=128,
+        layer_types=None,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+    ),
     "phi3": _kind(
         (32_064, 3072, 8192, 32, 32),
         4096,
@@ -101,8 +169,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """Kind of model → key → its default. A key that a kind lacks is one that its class does not read."""
-_NULLABLE = frozenset({"sliding_window", "num_key_value_heads", "attention_dropout"})
-"""Keys that may be null where the default is a value: no window, as many as query heads, none."""
+_NULLABLE = frozenset(
+    {"sliding_window", "num_key_value_heads", "attention_dropout"}
+    | {"attn_logit_softcapping", "final_logit_softcapping"}
+)
+"""Keys that may be null where the default is a value: no window, as many as query heads, none, no bound."""
 
 
 @attrs.frozen

@@ -25,6 +25,7 @@ _BERT = (
     ("output.dense", "mlp.down_proj"),
     ("output.LayerNorm", "post_feedforward_layernorm"),
 )
+_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _PREFIX = re.compile(r"^(?:model|bert|model\.language_model|language_model\.model)\.(?=embed|layers|norm|encoder)")
 
 
@@ -35,6 +36,11 @@ def from_hf_name(name: str, config: TransformerConfig) -> str:
         for theirs, ours in _BERT:
             name = re.sub(rf"(^|\.){re.escape(theirs)}\.", rf"\1{ours}.", name)
         return name
+    if config.num_experts:
+        name = re.sub(r"\.(?:block_sparse_moe|mlp)\.gate\.", ".mlp.router.", name)
+        name = re.sub(
+            r"\.block_sparse_moe\.(experts\.\d+)\.(w\d)", lambda hit: f".mlp.{hit[1]}.{_MIXTRAL[hit[2]]}", name
+        )
     if config.norm_position == "pre":  # there, this one precedes the feed-forward part
         return name.replace(".post_attention_layernorm.", ".pre_feedforward_layernorm.")
     return name

@@ -135,7 +135,7 @@ def _attend_in_steps(  # noqa: PLR0913  # as above
     else:
         weights = scores.softmax(-1)
     weights = nn.functional.dropout(weights.to(values.dtype), dropout)
-    mixed = (weights.flatten(2, 3) @ values).unflatten(2, (-1, count))
+    mixed: torch.Tensor = (weights.flatten(2, 3) @ values).unflatten(2, (-1, count))
     return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
