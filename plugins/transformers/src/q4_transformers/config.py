@@ -20,7 +20,7 @@ METHOD = "q4"
 """transformers' name of this quantizer: one of its own would switch on code that is written for another library."""
 _OPTIONS = (
     "format", "block_size", "zero_points", "modules_to_not_convert", "dialect", "lossy", "backend", "compute_path",
-    "activation_precision", "cache",
+    "activation_precision", "cache", "skip",
 )  # fmt: skip
 
 
@@ -33,8 +33,9 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         block_size: In-features per scale, with ``format``. Defaults to the format's own.
         zero_points: With ``format="int4"``: give each block a zero point. The error is less, but transformers can't
             load by compressed-tensors what is saved then.
-        modules_to_not_convert: Names of modules that stay dense, with ``format``: whole, or their last parts. None
-            leaves the output head and tied weights dense, as transformers' own quantizers do.
+        modules_to_not_convert: Names of modules that stay dense: whole, or their last parts. With ``format``, None
+            leaves the output head and tied weights dense, as transformers' own quantizers do. Of a 4-bit checkpoint,
+            these modules are dequantised.
         dialect: What ``save_pretrained`` writes. Defaults to the dialect that was read.
         lossy: Whether ``save_pretrained`` may round, or leave out, what that dialect can't express exactly.
         backend: As in ``q4core.SessionConfig``, like ``compute_path`` and ``activation_precision``.
@@ -42,6 +43,8 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         activation_precision: See there.
         cache: Where prepared layers are stored, as ``q4_lm.LanguageModel.open`` takes it: ``"auto"`` asks ``Q4_CACHE``
             (a folder, or ``off``) and else takes the user's cache folder; ``"off"`` has none; or a folder.
+        skip: ``"unsupported"`` makes a layer that can't be quantised, or can't run packed in its module, dense instead
+            of an error. Each is logged, and listed by ``explain`` with its reason.
 
     Raises:
         ConfigError, FormatError, DialectError: An option is not legal; the message names it.
@@ -60,6 +63,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         compute_path: str | None = None,
         activation_precision: str | None = None,
         cache: str | PathLike[str] = "auto",
+        skip: str | None = None,
         **others: Any,
     ) -> None:
         unknown = sorted(set(others) - {"quant_method"})
@@ -73,10 +77,11 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             ):
                 rule = f"one of {', '.join(map(str, sorted(legal)))}, as {format} has it" if legal else "an integer"
                 raise ConfigError("Q4Config", name="block_size", rule=rule, value=block_size)
-        elif block_size is not None or modules_to_not_convert is not None:
-            name = "modules_to_not_convert" if block_size is None else "block_size"
+        elif block_size is not None:
             rule = "None without format=: a 4-bit checkpoint is taken as it is stored"
-            raise ConfigError("Q4Config", name=name, rule=rule, value=block_size or modules_to_not_convert)
+            raise ConfigError("Q4Config", name="block_size", rule=rule, value=block_size)
+        if skip not in (None, "unsupported"):
+            raise ConfigError("Q4Config", name="skip", rule="None or 'unsupported'", value=skip)
         if not isinstance(zero_points, bool) or (zero_points and format != "int4"):
             raise ConfigError("Q4Config", name="zero_points", rule="a bool; True with format='int4'", value=zero_points)
         names = None if modules_to_not_convert is None else list(modules_to_not_convert)
@@ -87,7 +92,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             find_dialect(dialect, q4.dialects())
         self.quant_method = METHOD
         self.format, self.block_size, self.modules_to_not_convert = format, block_size, names
-        self.zero_points = zero_points
+        self.zero_points, self.skip = zero_points, skip
         self.dialect, self.lossy, self.backend = dialect, bool(lossy), backend
         self.compute_path, self.activation_precision = compute_path, activation_precision
         if not isinstance(cache, (str, PathLike)) or not fspath(cache):

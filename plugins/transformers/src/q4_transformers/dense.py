@@ -13,7 +13,7 @@ from q4_transformers.experts import Q4Experts, merged_experts
 from q4_transformers.linear import HfLinear
 from q4core import ConfigError
 
-__all__ = ["dense_layer", "forget_quantizer", "make_dense"]
+__all__ = ["dense_layer", "fill_parameter", "forget_quantizer", "hide_parameter", "make_dense", "plain_layer"]
 
 _BASE = ".base_layer"
 """PEFT's name of the layer below its adapters."""
@@ -23,12 +23,45 @@ _TURNED = "_q4_is_transposed"
 
 def dense_layer(packed: HfLinear, dtype: torch.dtype) -> nn.Linear:
     """Return a packed layer with its weight dequantised."""
+    return plain_layer(packed, q4.dequantize(packed.packed_weight(), dtype))
+
+
+def plain_layer(packed: HfLinear, weight: torch.Tensor) -> nn.Linear:
+    """Return a dense layer in place of a packed one, with a weight."""
     linear = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
-    linear.weight = nn.Parameter(q4.dequantize(packed.packed_weight(), dtype), requires_grad=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
     if packed.bias is not None:
-        linear.bias = nn.Parameter(packed.bias.detach().to(dtype, copy=True), requires_grad=False)
+        linear.bias = nn.Parameter(packed.bias.detach().to(weight.dtype, copy=True), requires_grad=False)
     setattr(linear, _TURNED, packed.is_transposed)
     return linear.train(packed.training)
+
+
+def hide_parameter(model: Any, name: str) -> list[tuple[nn.Module, str]]:
+    """Make a parameter, and those tied to it, buffers that transformers loads nothing into; return where they were.
+
+    They are not tied before ``fill_parameter``.
+    """
+    tied = [target for target, source in model.all_tied_weights_keys.items() if source == name]
+    rooms = []
+    for path in (name, *tied):
+        model.all_tied_weights_keys.pop(path, None)
+        holder, _, leaf = path.rpartition(".")
+        module = model.get_submodule(holder)
+        shape = module._parameters.pop(leaf).shape  # noqa: SLF001  # torch's own way to remove one
+        module.register_buffer(leaf, torch.empty((), device="meta").expand(shape), persistent=False)
+        module.__dict__["_is_hf_initialized"] = True  # transformers' mark: nothing is to be drawn at random
+        rooms.append((module, leaf))
+    return rooms
+
+
+def fill_parameter(model: Any, name: str, rooms: list[tuple[nn.Module, str]], weight: torch.Tensor) -> None:
+    """Make what ``hide_parameter`` hid parameters again, all of them one."""
+    parameter = nn.Parameter(weight, requires_grad=False)
+    for module, leaf in rooms:
+        del module._buffers[leaf]  # noqa: SLF001  # as above
+        module.register_parameter(leaf, parameter)
+    paths = [path for path, item in model.named_parameters(remove_duplicate=False) if item is parameter]
+    model.all_tied_weights_keys |= {path: name for path in paths if path != name}
 
 
 def make_dense(model: Any, dtype: torch.dtype | None = None) -> None:

@@ -120,6 +120,8 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight acts as a p
 
     stored_name: str | None = None
     """Name of the layer in the checkpoint that it came from."""
+    dialect: str | None = None
+    """The dialect that it was read in."""
     is_transposed: bool = False
     """Whether it replaces a ``Conv1D`` of transformers, whose dense weight is [K, N]."""
     is_read: bool = False

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from tokenizers import processors
 
 import q4core as q4
+from q4_lm.models.metadata import Metadata
+from q4_lm.tokenizers.vocabulary import read_vocabulary
 from q4_transformers.config import Q4Config
 from q4core import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
 __all__ = ["config_for", "load"]
 
@@ -98,22 +102,52 @@ def _load_gguf(path: Path, config: Q4Config, options: dict[str, Any]) -> tuple[A
         raise ConfigError("q4_transformers.load", name="format", rule=rule, value=config.format, hint=hint)
     found, kind, config.gguf, state = open_gguf(path)
     tokenizer = _tokenizer_of(path)
+    if not hasattr(found, "num_key_value_heads"):  # an encoder, whose file has no pooler
+        options = {"add_pooling_layer": False, **options}
     model = kind.from_pretrained(None, config=found, state_dict=state, quantization_config=config, **options)
     return model, tokenizer
 
 
 def _tokenizer_of(path: Path) -> Any:
-    """Return the tokenizer of a GGUF file, or None where it has none."""
+    """Return the tokenizer of a GGUF file, or None where it has none.
+
+    It is q4_lm's. transformers converts scored pieces alone, for which q4_lm has no engine of the package tokenizers.
+    """
     with q4.open(path) as checkpoint:
-        name, first = checkpoint.metadata.get("tokenizer.ggml.model"), checkpoint.path
-    if name is None:
+        facts, first = checkpoint.metadata, checkpoint.path
+    if "tokenizer.ggml.model" not in facts:
         return None
+    vocabulary = read_vocabulary(Metadata(facts, str(path)))
+    if vocabulary.kind != "llama":
+        return _fast(vocabulary, facts)
     try:
         return transformers.AutoTokenizer.from_pretrained(first.parent, gguf_file=first.name)
     except Exception as error:  # its type depends on what is missing
         rule = f"one that transformers converts ({type(error).__name__}: {error})"
         hint = "q4_lm.LanguageModel.open(path) has a tokenizer of its own."
-        what, where = "GGUF file", str(path)
-        raise CheckpointError(
-            what, name="tokenizer.ggml.model", rule=rule, value=name, where=where, hint=hint
-        ) from error
+        what, name, where = "GGUF file", "tokenizer.ggml.model", str(path)
+        raise CheckpointError(what, name=name, rule=rule, value="llama", where=where, hint=hint) from error
+
+
+def _fast(vocabulary: Any, facts: Mapping[str, Any]) -> Any:
+    """Return transformers' tokenizer over the engine of a vocabulary."""
+    engine, tokens = vocabulary.engine(), vocabulary.tokens
+    if vocabulary.add_bos and vocabulary.bos is not None:
+        first = tokens[vocabulary.bos]
+        engine.post_processor = processors.TemplateProcessing(
+            single=[first, "$A"], pair=[first, "$A", first, "$B"], special_tokens=[(first, vocabulary.bos)]
+        )
+    roles = {
+        "bos": "bos",
+        "eos": "eos",
+        "pad": "padding",
+        "unk": "unknown",
+        "sep": "seperator",
+        "cls": "cls",
+        "mask": "mask",
+    }
+    numbers = {name: facts.get(f"tokenizer.ggml.{role}_token_id") for name, role in roles.items()}
+    special = {f"{name}_token": tokens[number] for name, number in numbers.items() if number is not None}
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=engine, **special)
+    found.chat_template = facts.get("tokenizer.chat_template")
+    return found

@@ -107,8 +107,12 @@ def shape_of(module: nn.Module) -> tuple[int, int] | None:
     return (rows, columns) if rows and columns else None
 
 
-def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[list[Place], dict[str, str]]:
-    """Return the place of every packed layer, and why linear layers are dense that are not stored so.
+def places_of_layers(
+    model: Any, checkpoint: Checkpoint, names: Names, config: Q4Config
+) -> tuple[list[Place], dict[str, str], dict[str, str]]:
+    """Return the place of every packed layer, why layers are dense, and parameter → the layer dequantised for it.
+
+    Those are packed embeddings, what ``modules_to_not_convert`` names, and what ``skip`` leaves out.
 
     Raises:
         SchemaError: A layer has no place in the model, has another shape there, or lacks its bias; or a layer is in a
@@ -116,6 +120,10 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[
     """
     problems = [*checkpoint.schema.unsupported, *_cast_problems(checkpoint, names)]
     places: dict[str, Place] = {}
+    decoded: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    readable: list[str] = []
+    skipped = {} if config.modules_to_not_convert is None else _skipped(model, config.modules_to_not_convert)
     experts, missing = place_experts(model, checkpoint.schema.layers, names)
     problems += [Problem("missing_key", path, _LIKE_OTHERS) for path in missing]
     modules = dict(model.named_modules())
@@ -126,23 +134,33 @@ def places_of_layers(model: Any, checkpoint: Checkpoint, names: Names) -> tuple[
         module = modules.get(name)
         tied = model.all_tied_weights_keys.get(f"{name}.weight")
         problem = fitting_problem(stored, layer.shape, name, modules, type(model).__name__)
-        if problem is not None or module is None:
+        reason = skipped.get(name)
+        if module is None:
             pass
+        elif problem is not None:
+            is_skipped = config.skip is not None or isinstance(module, nn.Embedding)
+            reason = reason or (f"{type(module).__name__} is no plain linear layer" if is_skipped else None)
         elif tied is not None:
             problem = Problem("unsupported", stored, f"dense, as the config ties it to {tied}", layer.dialect)
         elif name in reads and reads[name].is_change and reads[name].is_reached:
             problem = Problem("unsupported", stored, f"dense, as {reads[name].reason}", layer.dialect)
+            reason = reason or (reads[name].reason if config.skip else None)
         elif module.bias is not None and f"{name}.bias" not in stored_dense:
             problem = Problem("missing_key", f"{stored}.bias", "there, as the model's config has a bias")
         elif name in places:
             problem = Problem("unknown_key", stored, f"the only layer for {name}", places[name].stored)
+        fits = names.shape(f"{name}.weight") == layer.shape and (problem is None or problem.code == "unsupported")
+        if fits and tied is None and reason is not None:
+            decoded[f"{name}.weight"], reasons[name] = stored, f"{reason}: dequantised"
+            continue
         if problem is not None:
             problems.append(problem)
+            readable += [name] if fits and tied is None else []
         places[name] = Place(stored, name)
-    raise_unfit(model, checkpoint, problems)
-    known = {*places, *model.all_tied_weights_keys, *stored_dense}
+    raise_unfit(model, checkpoint, problems, readable)
+    known = {*places, *model.all_tied_weights_keys, *stored_dense, *decoded}
     missing = [name for name, module in modules.items() if shape_of(module) and not known & {name, f"{name}.weight"}]
-    return list(places.values()), dict.fromkeys(missing, ABSENT)
+    return list(places.values()), reasons | dict.fromkeys(missing, ABSENT), decoded
 
 
 def _cast_problems(checkpoint: Checkpoint, names: Names) -> Iterator[Problem]:
@@ -190,8 +208,14 @@ def fitting_problem(
     return None
 
 
-def raise_unfit(model: Any, checkpoint: Checkpoint, problems: Sequence[Problem]) -> None:
+def raise_unfit(model: Any, checkpoint: Checkpoint, problems: Sequence[Problem], readable: Sequence[str] = ()) -> None:
     """Raise the error that names every problem of a checkpoint with a model, if there is one.
+
+    Args:
+        model: The model.
+        checkpoint: The checkpoint.
+        problems: What is wrong.
+        readable: Modules whose problem is solved where their weights are dequantised.
 
     Raises:
         SchemaError: There is.
@@ -205,6 +229,10 @@ def raise_unfit(model: Any, checkpoint: Checkpoint, problems: Sequence[Problem])
         what = f"{what}, of which {kinds.total()} can't be read: {listed}"
         hint = "Load the model's dense checkpoint with Q4Config(format='nf4')"
         hint += ", or make a GGUF file of Q4_K, Q6_K or Q8_0." if checkpoint.path.suffix == ".gguf" else "."
+    elif readable:
+        hint = (
+            f"Q4Config(modules_to_not_convert={list(readable)}) loads them dense; skip='unsupported' does so for all."
+        )
     raise SchemaError(what, where=str(checkpoint.path), problems=problems, schema=checkpoint.schema, hint=hint)
 
 

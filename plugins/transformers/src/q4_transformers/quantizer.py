@@ -21,8 +21,8 @@ from transformers.utils import logging
 
 import q4core as q4
 from q4_nn.convert.reads import weight_reads
-from q4_transformers.dense import make_dense
-from q4_transformers.experts import are_experts, drop_conversions, has_experts, without_experts
+from q4_transformers.dense import fill_parameter, hide_parameter, make_dense, plain_layer
+from q4_transformers.experts import are_experts, drop_conversions, has_experts, place_experts, without_experts
 from q4_transformers.linear import HfLinear
 from q4_transformers.names import Names
 from q4_transformers.parallelism import check_parallelism
@@ -30,7 +30,7 @@ from q4_transformers.peft import keep_names_of_experts
 from q4_transformers.places import Place, open_files, places_of_decoded, places_of_dense, places_of_layers, shape_of
 from q4_transformers.reasons import block_size_for
 from q4_transformers.saving import state_and_metadata
-from q4core import ConfigError
+from q4core import ConfigError, InputError
 from q4core.plugin_api import read_config
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Q4Quantizer"]
 
+logger = logging.get_logger("q4_transformers")
 _ROOM = "room"
 """Name of the buffer by which an empty layer counts while transformers looks for a device map."""
 
@@ -65,8 +66,10 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self._cache: LayerCache | None = None
         self._checkpoint: Checkpoint | None = None
         self._model: Any = None
+        self._dtype: torch.dtype | None = None
         self._places: list[Place] = []
         self._decoded: dict[str, str] = {}
+        self._dequantised: dict[str, tuple[str, list[tuple[nn.Module, str]]]] = {}
         self._rooms: list[HfLinear] = []
         self.packed: tuple[str, ...] = ()
         """The modules that were packed at load."""
@@ -103,20 +106,25 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             from q4_transformers.caching import open_layers  # noqa: PLC0415  # for those who want it
 
             self._cache = open_layers(files, model, config, dtype)
+        self._dtype = dtype
         checkpoint = open_files(checkpoint_files) if config.gguf is None else q4.open(config.gguf.path)
+        dequantised: dict[str, str] = {}
         try:
             names = Names(model)
             _check_format(checkpoint, config.format)
             if config.gguf is not None:
+                place_experts(model, config.gguf.experts, names)
                 self._places = list(config.gguf.places)
             elif config.format is None:
-                self._places, self.reasons = places_of_layers(model, checkpoint, names)
+                self._places, self.reasons, dequantised = places_of_layers(model, checkpoint, names, config)
             else:
                 self._places, self.reasons = places_of_dense(model, checkpoint, names, config)
                 if not self._places:
                     _raise_nothing_packed(config.format, self.reasons, checkpoint)
             self._decoded = places_of_decoded(model, checkpoint, names, {place.stored for place in self._places})
-            self._read_facts(checkpoint)
+            self._read_facts(checkpoint, is_changed=bool(self._decoded or dequantised))
+            for parameter, stored in dequantised.items():
+                self._dequantised[parameter] = stored, hide_parameter(model, parameter)
             if has_experts(model):
                 keep_names_of_experts()
             self._replace(model, checkpoint, dtype, takes_place=isinstance(device_map, str))
@@ -131,11 +139,11 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         places = self._device_map.values() if isinstance(self._device_map, dict) else ()
         return all(torch.device(place).type == "cpu" for place in places)
 
-    def _read_facts(self, checkpoint: Checkpoint) -> None:
-        """Store what saving needs: the dialects, and the checkpoint's own entry of config.json."""
+    def _read_facts(self, checkpoint: Checkpoint, *, is_changed: bool) -> None:
+        """Store what saving needs: the dialects, and the checkpoint's entry of config.json, where it holds still."""
         self.dialects = checkpoint.schema.dialects
         folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-        is_stated = self.dialects and self.quantization_config.gguf is None and not self._decoded  # saved as dense
+        is_stated = self.dialects and self.quantization_config.gguf is None and not is_changed  # saved as dense
         found = read_config(folder).get("quantization_config") if is_stated else None
         self.entry = self.quantization_config.stored = found if isinstance(found, dict) else None
 
@@ -143,6 +151,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         layers = checkpoint.schema.layers
         for place in self._places:
             yield from layers[place.stored].keys.values() if place.stored in layers else (place.stored,)
+        for stored, _ in self._dequantised.values():
+            yield from layers[stored].keys.values()
         for stored, layer in checkpoint.schema.decoded.items():
             yield from (key for key in layer.keys.values() if key != stored)
 
@@ -156,6 +166,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             layer = HfLinear.empty(rows, columns, module.bias, dtype=dtype, config=config, name=place.module)
             layer.stored_name, layer.is_transposed = place.name, isinstance(module, Conv1D)
             layer.is_read = place.module in reads
+            layer.dialect = getattr(checkpoint.schema.layers.get(place.stored), "dialect", None)
             layer.__dict__["_is_hf_initialized"] = True  # transformers' mark: nothing is to be drawn at random
             if takes_place:
                 schema = checkpoint.schema.layers.get(place.stored)
@@ -196,18 +207,50 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         with checkpoint:
             for name, stored in self._decoded.items():
                 model.get_parameter(name).data.copy_(checkpoint.dense[stored])
+            for name, (stored, rooms) in self._dequantised.items():
+                logger.warning("%s stays dense: %s.", name, self.reasons[name.removesuffix(".weight")])
+                dense = q4.dequantize(checkpoint[stored], self._dtype or torch.get_default_dtype())
+                fill_parameter(model, name, rooms, dense.to(self._device_of(name)))
+            self._dequantised = {}
             for place in logging.tqdm(places, desc="Preparing 4-bit layers"):
                 layer = model.get_submodule(place.module)
                 prepared = None if cache is None else cache.take(place)
                 if prepared is not None:
                     layer.adopt(prepared)
                     continue
-                weight = self._weight(checkpoint, place)
                 device = self._device_of(place.module)
+                try:
+                    weight = self._weight(checkpoint, place)
+                except InputError as error:  # weights that are not finite
+                    self._leave_dense(model, checkpoint, place, error)
+                    continue
                 layer.adopt(weight if device is None else weight.to(device))
         if cache is not None:
-            self.cache_state = cache.store(model, places)
+            self.cache_state = cache.store(model, [place for place in places if place.module in self.packed])
         return model
+
+    def _leave_dense(self, model: Any, checkpoint: Checkpoint, place: Place, error: InputError) -> None:
+        """Make a layer dense that can't be quantised, or raise the error that says how to ask for that."""
+        leaf = place.module.rpartition(".")[2] if place.expert is None else "experts"
+        if self.quantization_config.skip is None:
+            hint = f"{error.hint or ''} Q4Config(modules_to_not_convert=[{leaf!r}]) leaves it dense, and "
+            hint += "skip='unsupported' every layer that can't be quantised."
+            where = str(checkpoint.path)
+            raise InputError(
+                place.module, name=error.name, rule=error.rule, value=error.value, where=where, hint=hint.strip()
+            ) from error
+        packed = model.get_submodule(place.module)
+        self.reasons[place.module] = f"{error.name} must be {error.rule}"
+        logger.warning("%s stays dense: %s.", place.module, self.reasons[place.module])
+        weight = self._dense(checkpoint, place).to(self._device_of(place.module), packed.dtype)
+        model.set_submodule(place.module, plain_layer(packed, weight))
+        self.packed = tuple(name for name in self.packed if name != place.module)
+
+    def _dense(self, checkpoint: Checkpoint, place: Place) -> torch.Tensor:
+        """Return a dense matrix of the checkpoint, [N, K]."""
+        dense: torch.Tensor = checkpoint.dense[place.stored]
+        dense = dense if place.expert is None else dense[place.expert]
+        return dense.T if place.transposed else dense
 
     def _weight(self, checkpoint: Checkpoint, place: Place) -> PackedWeight:
         """Return a layer's weight as it is stored, or quantised from the dense one that is stored."""
@@ -217,9 +260,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             return file.weight(checkpoint, place.stored)
         if config.format is None:
             return checkpoint[place.stored]
-        dense = checkpoint.dense[place.stored]
-        dense = dense if place.expert is None else dense[place.expert]
-        dense = dense.T if place.transposed else dense
+        dense = self._dense(checkpoint, place)
         is_symmetric = config.format == "int4" and not config.zero_points
         block = block_size_for(config, dense.shape[1])
         options: Any = {"block_size": block, "symmetric": is_symmetric, "name": place.module}

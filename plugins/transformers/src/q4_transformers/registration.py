@@ -63,6 +63,7 @@ def register() -> None:
         if name == METHOD and name not in auto.AUTO_QUANTIZER_MAPPING:
             auto.register_quantizer(name)(Q4Quantizer)
     _wrap_merging()
+    _wrap_support()
     _wrap_counting()
     names = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
     if names:
@@ -92,6 +93,21 @@ def _wrap_merging() -> None:
 
     merge.q4 = True  # type: ignore[attr-defined]  # our mark
     auto.AutoHfQuantizer.merge_quantization_configs = classmethod(merge)
+
+
+def _wrap_support() -> None:
+    """Let an entry without a ``quant_method`` (MLX's) come to the merging, which refuses it without a ``Q4Config``."""
+    original = auto.AutoHfQuantizer.supports_quant_method
+    if getattr(original, "q4", False):
+        return
+
+    @functools.wraps(original)
+    def supports(entry: Any) -> bool:
+        is_nameless = isinstance(entry, dict) and not {"quant_method", "load_in_4bit", "load_in_8bit"} & entry.keys()
+        return is_nameless or bool(original(entry))
+
+    supports.q4 = True  # type: ignore[attr-defined]  # our mark
+    auto.AutoHfQuantizer.supports_quant_method = staticmethod(supports)
 
 
 def _wrap_counting() -> None:

@@ -58,28 +58,35 @@ def state_and_metadata(
         state: dict[str, torch.Tensor] = model.state_dict()
     if not layers:
         return state, {}
-    dialect = find_dialect(_dialect_name(config, read), q4.dialects())
     names = list(state)
-    written: dict[str, WrittenLayer] = {}
     specs = {}
+    is_mixed = config.dialect is None and entry is not None and len(read) > 1  # each layer as it was read
+    chosen = None if is_mixed else find_dialect(_dialect_name(config, read), q4.dialects())
+    groups: dict[str, dict[str, WrittenLayer]] = {}
     for name, layer in layers.items():
         weight, stored = layer.packed_weight(), layer.stored_name or name
+        dialect = chosen or find_dialect(layer.dialect or "", q4.dialects())
         weight = dialect.approximate(weight) if config.lossy else weight
         if dialect.name == GPT_OSS and not is_stacked(stored):
             rule = "an expert's, as transformers reads no other layer in it"
             hint = "Quantise with modules_to_not_convert=['self_attn', 'lm_head'], or save in another dialect."
             raise dialect.refusal(stored, "layer", rule, type(model).__name__, hint)
         specs[stored] = WeightSpec.of(weight)
-        written[stored] = dialect.write(stored, weight)
-        state |= (written[stored] if stored == name else dialect.write(name, weight)).tensors
-    if dialect.name == GPT_OSS:
+        written = dialect.write(stored, weight)
+        groups.setdefault(dialect.name, {})[stored] = written
+        state |= (written if stored == name else dialect.write(name, weight)).tensors
+    if GPT_OSS in groups:
         state = with_stacked_experts(state)
     config.stored = entry
-    if entry is None or (dialect.name,) != tuple(read):
+    if chosen is not None and (entry is None or (chosen.name,) != tuple(read)):
         matrices = [name for name in names if name.endswith(".weight") and state[name].dim() == _MATRIX]
         unquantised = tuple(name.removesuffix(".weight") for name in matrices)
-        config.stored = dialect.quantization_config(specs, unquantised)
-    return state, dialect.merge_metadata(written, names)
+        config.stored = chosen.quantization_config(specs, unquantised)
+        vars(model.config).pop("quantization", None)  # MLX's second entry
+    metadata: dict[str, str] = {}
+    for name, group in groups.items():
+        metadata |= find_dialect(name, q4.dialects()).merge_metadata(group, names)
+    return state, metadata
 
 
 def _dialect_name(config: Q4Config, read: Sequence[str]) -> str:
