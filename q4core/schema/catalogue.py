@@ -20,6 +20,7 @@ _MAX_SUFFIX_PARTS = 3
 _MAX_SIDE_BYTES = 1 << 16
 _SCALE_LIKE = re.compile(
     r"scal(e|es|ing)|absmax|amax|qparam|zero|quant_map|quant_state|codebook|nested_|g_idx|offset|qdata|packed|perm\b|lora_"
+    r"|rotat|hadamard|theta\b"
 )
 _FLOAT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOATS, torch.float64)}
 

@@ -166,6 +166,8 @@ def test_sizes_of_other_tensors_say_the_width() -> None:
     assert torch.equal(q4.dequantize(weight, torch.float32), value)
     assert "8 bits in groups of 32, by the sizes" in weight.notes[0]
     assert _problems(tensors) == {("ambiguous", "proj")}
+    alone, _ = _affine(256, 128, 8, 32)  # 4 bits have as many columns as the layer has rows, which says nothing
+    assert _problems({**alone, "proj.bias": torch.ones(256)}) == {("ambiguous", "proj")}
     both = {**tensors, "norm.weight": torch.ones(128), "embedding.weight": torch.ones(8, 256)}
     assert _problems(both) == {("ambiguous", "proj")}
     weight = _read(tensors, options={"mlx_bits": 8})

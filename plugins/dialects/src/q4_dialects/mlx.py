@@ -16,6 +16,7 @@ Reference:
 
 from __future__ import annotations
 
+import collections
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -115,13 +116,13 @@ class Mlx(Dialect):
         if bits is not None and bits not in _WIDTHS:
             raise DialectError(self.name, name=_OPTION, rule=f"one of {', '.join(map(str, _WIDTHS))}", value=bits)
         config = _config(catalogue)
-        sizes: frozenset[int] | None = None
+        sizes: collections.Counter[int] | None = None
         for module in catalogue.modules_with("weight", "scales", *_OFFSETS):
             if not _is_own(module, catalogue, named=config is not None):
                 continue
             if config is None and sizes is None:
                 sizes = _sizes(catalogue)
-            layer = self._layer(module, catalogue, config, sizes or frozenset())
+            layer = self._layer(module, catalogue, config, sizes or collections.Counter())
             codes = catalogue.get(layer.keys["qdata"])
             if codes is not None and has_experts(catalogue, layer.keys["qdata"]):
                 yield from expert_layers(layer, codes.shape[0], catalogue)
@@ -129,7 +130,7 @@ class Mlx(Dialect):
                 yield layer
 
     def _layer(
-        self, module: str, catalogue: Catalogue, config: Mapping[str, Any] | None, sizes: Collection[int]
+        self, module: str, catalogue: Catalogue, config: Mapping[str, Any] | None, sizes: collections.Counter[int]
     ) -> LayerSchema:
         codes, scale = catalogue.get(f"{module}.weight"), catalogue.get(f"{module}.scales")
         layout, problems, notes = _layout(module, catalogue, config, sizes)
@@ -285,7 +286,7 @@ def _is_own(module: str, catalogue: Catalogue, *, named: bool) -> bool:
 
 
 def _layout(
-    module: str, catalogue: Catalogue, config: Mapping[str, Any] | None, sizes: Collection[int]
+    module: str, catalogue: Catalogue, config: Mapping[str, Any] | None, sizes: collections.Counter[int]
 ) -> tuple[_Layout, list[Problem], tuple[str, ...]]:
     """Return how a layer is stored, with what is wrong with what the config says, and what is assumed."""
     if config is None:
@@ -319,7 +320,7 @@ def _layout(
 
 
 def _inferred(
-    module: str, catalogue: Catalogue, sizes: Collection[int]
+    module: str, catalogue: Catalogue, sizes: collections.Counter[int]
 ) -> tuple[_Layout, list[Problem], tuple[str, ...]]:
     """Return the layout that shapes and dtypes allow, where no config says it."""
     codes, scale = catalogue.get(f"{module}.weight"), catalogue.get(f"{module}.scales")
@@ -333,7 +334,10 @@ def _inferred(
     fitting = [_Layout("affine", bits, group) for bits in _WIDTHS for group in _GROUPS if bits * group == product]
     if stated is not None:
         fitting = [layout for layout in fitting if layout.bits == stated] or [_Layout("affine", stated, 64)]
-    chosen, note = _likeliest(fitting, words, sizes)
+    below = (size for key in catalogue.children(module).values() for size in _widths_of(key, catalogue))
+    own = collections.Counter(below)  # a layer's rows say nothing of its columns
+    others = [size for size, count in sizes.items() if count > own[size]]
+    chosen, note = _likeliest(fitting, words, others)
     if chosen is not None:
         return chosen, [], note
     rule = f"of one reading, which config.json's quantization or the option {_OPTION} names"
@@ -356,16 +360,17 @@ def _last(info: TensorInfo | None) -> int:
     return info.shape[-1] if info is not None and len(info.shape) in _RANKS else 0
 
 
-def _sizes(catalogue: Catalogue) -> frozenset[int]:
-    """Return widths that layers may have: those of norms, biases and dense matrices, and the rows of packed ones."""
-    found: set[int] = set()
-    for name, info in catalogue.tensors.items():
-        suffix = name.rpartition(".")[2]
-        if info.dtype == torch.uint32 and len(info.shape) in _RANKS:
-            found.add(info.shape[-2])
-        elif info.dtype in FLOATS and suffix != "scales" and suffix not in _OFFSETS:
-            found.update(info.shape)
-    return frozenset(found)
+def _sizes(catalogue: Catalogue) -> collections.Counter[int]:
+    """Return widths that layers may have, and how many tensors say each: see ``_widths_of``."""
+    return collections.Counter(size for name in catalogue.tensors for size in _widths_of(name, catalogue))
+
+
+def _widths_of(name: str, catalogue: Catalogue) -> set[int]:
+    """Return the widths that a tensor says: of a norm, a bias or a dense matrix, or the rows of a packed one."""
+    info, suffix = catalogue.tensors[name], name.rpartition(".")[2]
+    if info.dtype == torch.uint32 and len(info.shape) in _RANKS:
+        return {info.shape[-2]}
+    return {*info.shape} if info.dtype in FLOATS and suffix not in {"scales", *_OFFSETS} else set()
 
 
 def _spread(stored: torch.Tensor, bits: int) -> torch.Tensor:
