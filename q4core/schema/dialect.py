@@ -199,7 +199,9 @@ class Dialect(abc.ABC):
 
 def dialect_of(layer: LayerSchema, dialects: Iterable[Dialect]) -> Dialect:
     """Return the dialect that found a layer, also one that only decodes it."""
-    return next(dialect for dialect in dialects if dialect.name == layer.dialect)
+    known = tuple(dialects)
+    found = (dialect for dialect in known if dialect.name == layer.dialect)
+    return next(found, None) or find_dialect(layer.dialect, known)
 
 
 def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:

@@ -111,9 +111,9 @@ class Journal:
         finally:
             for file in opened.values():
                 file.close()
-        kept = {f"{shard}.safetensors" for shard in used & whole} | {f"{shard}.data" for shard in used - whole}
+        needed = {f"{shard}.safetensors" for shard in used & whole} | {f"{shard}.data" for shard in used - whole}
         for path in self._folder.iterdir():
-            if path.name not in kept | {self._path.name}:
+            if path.name not in needed | {self._path.name}:
                 path.unlink()
         return [line for line in lines if json.loads(line).get(_FINISHED, -1) in used | {-1}]
 
