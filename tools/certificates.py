@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[1]
 BUILT, STORED = Path("build/certificates"), Path("docs/certificates")
 JUDGED = [  # what one process judges comes first: in CI, other sessions run at the same time
     *("simple-nf4", "simple-nvfp4", "bitsandbytes", "comfyui-nvfp4", "compressed-tensors-nvfp4", "modelopt-nvfp4"),
-    *("compressed-tensors-int4", "gpt-oss-mxfp4"),
+    *("compressed-tensors-int4", "compressed-tensors-int8", "compressed-tensors-mxfp4", "deepseek-mxfp4"),
+    *("awq", "awq-gemv", "gptq", "gptq-v2", "gptqmodel-bitsandbytes", "hqq", "mlx", "modelopt-int4", "modelopt-mxfp4"),
+    *("gpt-oss-mxfp4", "torchao-int4", "torchao-int4-tile-packed"),
     *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
     *("safetensors", "gguf"),
     *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),

@@ -61,8 +61,12 @@ def _difference(got: PackedWeight, weight: PackedWeight) -> str | None:
 
 
 def _numbers(field: str, *weights: PackedWeight) -> tuple[Any, ...]:
-    tensors = [getattr(weight, field) for weight in weights]
-    return tuple(None if tensor is None else as_float64(tensor) for tensor in tensors)
+    """Return the numbers of a field; where one weight alone has zero points, the middle ones of the other."""
+    found = [None if (item := getattr(weight, field)) is None else as_float64(item) for weight in weights]
+    stored = next((item for item in found if item is not None), None)
+    if field == "zero" and stored is not None:
+        found = [np.full_like(stored, weights[0].format.middle) if item is None else item for item in found]
+    return tuple(found)
 
 
 def _stored_difference(got: PackedWeight, weight: PackedWeight) -> str | None:

@@ -6,16 +6,21 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 
+from q4_conformance.oracle.weights import WeightRecipe
 from q4_conformance.outcome import FailureError, NotDeclaredError
 from q4core import (
     BUILTIN_FORMATS,
     Catalogue,
     DialectError,
+    Feature,
+    Form,
     LayerSchema,
     Problem,
     Q4Error,
+    ScaleKind,
     WeightError,
     WeightSpec,
     WrittenLayer,
@@ -32,20 +37,60 @@ if TYPE_CHECKING:
 _SHAPE = (16, 512)
 
 
+_VARIED = (
+    {Feature.INPUT_CHANNEL_SCALE},
+    {Feature.INPUT_PERMUTATION},
+    {Feature.ZERO_POINT},
+    {Feature.FLOAT_ZERO_POINT},
+    {Feature.ZERO_POINT, Feature.INPUT_PERMUTATION},
+    {Feature.ZERO_POINT, Feature.INPUT_CHANNEL_SCALE},
+)
+"""Features of random weights, with which integer codes are met; others are for kernels alone."""
+
+
 @functools.cache
 def samples(format_: str) -> tuple[tuple[str, PackedWeight], ...]:
-    """Return weights of a format, quantised by the reference, under each of its scale kinds; the weights are shared."""
+    """Return weights of a format under each of its scale kinds, and where codes are integers with zero points and such.
+
+    The reference quantises those that it can, and the others are random. The weights are shared.
+    """
     kind = BUILTIN_FORMATS[format_]
     dense = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(11)) * 0.05
-    found = []
+    found, (rows, columns) = [], _SHAPE
     for scale_kind in sorted(kind.scale_kinds, key=lambda item: item.value):
+        drawn = functools.partial(WeightRecipe, format=kind, n=rows, k=columns, scale_kind=scale_kind)
         for dtype in (torch.bfloat16, torch.float32):
+            label = f"{scale_kind.value}, {str(dtype).removeprefix('torch.')}"
             try:
-                weight = quantize(dense.to(dtype), format_, scale_kind=scale_kind)
-            except Q4Error:  # a scale kind that the reference reads, and does not make
-                continue
-            found.append((f"{scale_kind.value}, {str(dtype).removeprefix('torch.')}", weight))
+                found.append((label, quantize(dense.to(dtype), format_, scale_kind=scale_kind)))
+            except Q4Error:  # what the reference reads, and does not make
+                if scale_kind is ScaleKind.PLAIN:
+                    found.append((label, drawn(scale_dtype=dtype).build()))
+        if kind.form is Form.INTEGER:
+            for features in _VARIED:
+                words = ", ".join(sorted(item.value for item in features))
+                found.append((f"{scale_kind.value}, {words}", _in_order(drawn(features=features).build())))
+        if kind.has_offset and scale_kind is ScaleKind.PLAIN:
+            weight = drawn(scale_dtype=torch.bfloat16).build()
+            found.append((f"{scale_kind.value}, offsets at a code", _at_codes(weight)))
     return tuple(found)
+
+
+def _in_order(weight: PackedWeight) -> PackedWeight:
+    """Return a weight whose in-features come in their order within each block, as files that name blocks alone do."""
+    order = weight.input_permutation
+    if order is None:
+        return weight
+    within = order.reshape(-1, weight.block_size).sort(dim=1).values
+    return attrs.evolve(weight, input_permutation=within.reshape(-1))
+
+
+def _at_codes(weight: PackedWeight) -> PackedWeight:
+    """Return a weight with scales of four bits, and offsets that are 4, 6 or 7 of them, as zero points are codes."""
+    mantissa, exponent = torch.frexp(weight.scale.abs().float())
+    scale = torch.ldexp((mantissa * 16).round() / 16, exponent)
+    codes = torch.tensor([4.0, 6.0, 7.0])[torch.arange(scale.numel()) % 3].reshape(scale.shape)
+    return attrs.evolve(weight, scale=scale.to(weight.scale.dtype), offset=(-codes * scale).to(weight.scale.dtype))
 
 
 class DialectSubject:

@@ -93,7 +93,7 @@ class CompressedTensorsInt4(Dialect):
                 yield self._layer(module, catalogue, named=named)
 
     def _layer(self, module: str, catalogue: Catalogue, *, named: bool) -> LayerSchema:
-        required = (*_REQUIRED, "zero") if _is_asymmetric(catalogue) else _REQUIRED
+        required = (*_REQUIRED, *_stated_roles(catalogue))
         keys = layer_keys(module, _SUFFIXES, required, catalogue)
         problems = [
             *catalogue.unknown_scales(module, ("bias", *_SUFFIXES.values(), *CACHE_SCALES)),
@@ -297,10 +297,14 @@ def _width_problems(module: str, catalogue: Catalogue) -> Iterator[Problem]:
         yield Problem("shape", f"{module}.weight_packed", rule, list(codes.shape))
 
 
-def _is_asymmetric(catalogue: Catalogue) -> bool:
-    """Return whether ``config.json`` says that every group of layers has zero points."""
+def _stated_roles(catalogue: Catalogue) -> list[str]:
+    """Return what ``config.json`` says that every group of layers has: zero points, an order of in-features."""
     weights = group_weights(catalogue)
-    return bool(weights) and all(item.get("symmetric") is False for item in weights)
+    roles = {
+        "zero": (item.get("symmetric") is False for item in weights),
+        "groups": (item.get("actorder") in {"group", True} for item in weights),
+    }
+    return [role for role, stated in roles.items() if weights and all(stated)]
 
 
 def _stored_shape(sizes: torch.Tensor | None) -> tuple[int, int] | None:

@@ -76,16 +76,14 @@ class ModelOptInt4(Dialect):
     }
 
     def find(self, catalogue: Catalogue) -> Iterator[LayerSchema]:
-        """Yield each module with bytes of two rows, and where ``config.json`` says INT4 each with bytes or scales."""
+        """Yield each module with bytes of two rows, and each with integers or scales where ``config.json`` says so."""
         config = catalogue.quantization_config
         named = config.get("quant_method") == "modelopt"
         is_only = named and str(config.get("quant_algo")).upper() in _ALGORITHMS
         for module in catalogue.modules_with("weight", "weight_scale"):
             codes, scale = catalogue.get(f"{module}.weight"), catalogue.get(f"{module}.weight_scale")
-            is_bytes = codes is not None and codes.dtype == torch.uint8
-            is_part = is_only and (
-                (is_bytes and (scale is None or scale.dtype in FLOATS)) or (codes is None and scale is not None)
-            )
+            is_whole = codes is not None and not codes.dtype.is_floating_point
+            is_part = is_only and (is_whole or (codes is None and scale is not None))
             if is_part or has_row_pairs(module, catalogue):
                 yield self._layer(module, catalogue, named=named)
 

@@ -38,9 +38,10 @@ def blocks_of(catalogue: Catalogue, codes: str, scale: str) -> int | None:
 
 
 def are_pair(catalogue: Catalogue, codes: str, scale: str) -> bool:
-    """Return whether two tensors hold bytes; which of them are right, ``validate`` says."""
-    infos = catalogue.get(codes), catalogue.get(scale)
-    return all(info is not None and info.dtype in _BYTES for info in infos)
+    """Return whether two tensors are integers, one of bytes at least; which of them is right, ``validate`` says."""
+    dtypes = [info.dtype for info in map(catalogue.get, (codes, scale)) if info is not None]
+    are_whole = all(dtype in _BYTES or not dtype.is_floating_point for dtype in dtypes)
+    return len(dtypes) == len((codes, scale)) and are_whole and not _BYTES.isdisjoint(dtypes)
 
 
 class MxRows(Dialect):
