@@ -262,3 +262,35 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     found = run_child(MEASURE, tmp_path / "large", tmp_path / "out", tmp_path / "small", tmp_path / "warm")
     assert found["status"] == 0
     assert found["grown"] < 2 * (2 * n * k) + 300e6
+
+
+def test_a_gguf_file_is_written_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Integers go into a GGUF file's own types, and come back as the layers that they were; the name is checked."""
+    source, file, back = tmp_path / "in", tmp_path / "out.gguf", tmp_path / "back.safetensors"
+    layers = packed(3, "int4", symmetric=True, block_size=32)
+    halves = {
+        name: weight.map_tensors(lambda item: item.half() if item.is_floating_point() else item)
+        for name, weight in layers.items()
+    }
+    q4.save_checkpoint(source, halves, dialect="compressed-tensors-int4")
+    (source / "config.json").unlink()
+    answer(capsys, "convert", source, file, "--dialect", "gguf", "--from", "compressed-tensors-int4")
+    assert answer(capsys, "inspect", file)["layers"][0]["type"] == "Q4_0"
+    answer(capsys, "convert", file, back, "--dialect", "compressed-tensors-int4")
+    before, after = load_file(source / "model.safetensors"), load_file(back)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    error = answer(capsys, "convert", source, tmp_path / "folder", "--dialect", "gguf", status=2)["error"]
+    assert "*.gguf" in error["message"]
+
+
+def test_layers_that_gguf_can_not_hold_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Scales that float16 lacks are refused by layer, rounded on request, and packed into the format that is named."""
+    source = tmp_path / "in.safetensors"
+    q4.save_checkpoint(source, packed(2, "nf4"), dialect="bitsandbytes")
+    words = ["convert", source, tmp_path / "out.gguf", "--dialect", "gguf"]
+    assert len(answer(capsys, *words, status=2)["error"]["details"]["layers"]) == 2
+    for format_name in ("q8_0", "q4_0", "mxfp4", "iq4_nl"):
+        record = answer(capsys, *words, "--requantize", "--format", format_name, "--force")
+        assert {(item["how"], item["to"]) for item in record["layers"]} == {("packed again", format_name)}
+        assert all(item["relative_rms_error"] < {"q8_0": 0.01}.get(format_name, 0.2) for item in record["layers"])

@@ -12,9 +12,11 @@ from tokenizers import Tokenizer as Engine
 
 import q4core as q4
 from q4_cli.app import run
-from q4_lm import LanguageModel, Metadata, build_tokenizer
+from q4_lm import LanguageModel, Metadata, build_tokenizer, build_transformer, config_from_hf, load_model
 from q4_lm.exchange.gguf_to_hf import to_hf_folder
+from q4_lm.exchange.vocabulary_to_gguf import vocabulary_keys
 from q4_lm.exchange.vocabulary_to_hf import tokenizer_files
+from q4_lm.models.hf_names import to_hf_name
 from q4_nn.blocks.rotary import RopeScaling
 from tests.support.commands import answer
 
@@ -50,6 +52,21 @@ def test_a_llama_becomes_a_folder(
         assert before.tokenizer.stops >= after.tokenizer.stops >= {2}
         for text in TEXTS:
             assert before.tokenizer.encode(text) == after.tokenizer.encode(text)
+    back = tmp_path / "back.gguf"
+    answer(capsys, "convert", out, back, "--dialect", "gguf")
+    with q4.open(source) as old, q4.open(back) as new:
+        for name in new:
+            assert torch.equal(q4.dequantize(old[name], torch.float32), q4.dequantize(new[name], torch.float32)), name
+        assert new.metadata["tokenizer.ggml.pre"] in {"smollm", "starcoder"}
+        for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"):
+            assert list(new.metadata[key]) == list(old.metadata[key]), key
+    with (
+        LanguageModel.open(source, EXACT, cache="off") as before,
+        LanguageModel.open(back, EXACT, cache="off") as after,
+        torch.no_grad(),
+    ):
+        assert torch.allclose(before.decoder(ids), after.decoder(ids), atol=1e-5, rtol=1e-5)
+        assert before.chat_template == after.chat_template
 
 
 def test_packed_rows_are_not_changed(tiny_llama: Path) -> None:
@@ -152,3 +169,90 @@ def with_tensor(source: Path, target: Path, name: str, values: torch.Tensor) -> 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
+    "gemma3_text": {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "sliding_window": 5},
+    "smollm3": {"model_type": "smollm3"},
+}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 2**-20,  # which float32 holds
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_folder_becomes_a_file_and_back(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names, rows, norms and the header's facts of each family give the folder's logits, there and back."""
+    facts = {**SIZES, **FAMILIES[kind]}
+    config = config_from_hf(facts)
+    torch.manual_seed(1)
+    state = {to_hf_name(name, config): tensor for name, tensor in build_transformer(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    state = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in state.items()}
+    modules = [name.removesuffix(".weight") for name in state if "_proj.weight" in name]
+    weights = {module: q4.quantize(state.pop(f"{module}.weight"), "q4_1") for module in modules}
+    one, two, three = tmp_path / "one", tmp_path / "two.gguf", tmp_path / "three"
+    q4.save_checkpoint(one, weights, dialect="mlx", dense=state, config=facts)
+    answer(capsys, "convert", one, two, "--dialect", "gguf")
+    answer(capsys, "convert", two, three, "--dialect", "mlx")
+    tokens = torch.randint(0, 64, (2, 20))
+    with torch.no_grad(), q4.Session(EXACT) as session:
+        models: list[Any] = [load_model(path, session) for path in (one, two, three)]
+        first, *others = (model(tokens) for model in models)
+        for logits in others:
+            assert float((logits - first).abs().max() / first.abs().max()) < 1e-5
+    with q4.open(one) as before, q4.open(three) as after:
+        for name in before:
+            assert torch.equal(q4.dequantize(before[name], torch.float32), q4.dequantize(after[name], torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"model_type": "phi3"}, "model_type"), ({"attention_bias": True}, "attention_out_bias")]
+)
+def test_what_a_header_can_not_say_is_refused(
+    changes: dict[str, Any], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of which a file would say something else is named with the fact, and nothing is written."""
+    facts = {**SIZES, "model_type": "llama", "num_hidden_layers": 1}
+    config = config_from_hf(facts)
+    state = {to_hf_name(key, config): tensor for key, tensor in build_transformer(config).state_dict().items()}
+    packed = {"model.layers.0.mlp.up_proj": q4.quantize(state.pop("model.layers.0.mlp.up_proj.weight"), "q4_1")}
+    q4.save_checkpoint(tmp_path / "one", packed, dialect="mlx", dense=state, config={**facts, **changes})
+    words = ["convert", tmp_path / "one", tmp_path / "two.gguf", "--dialect", "gguf"]
+    assert answer(capsys, *words, status=2)["error"]["name"] in {name, "attention_bias"}
+    assert not (tmp_path / "two.gguf").exists()
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_pieces_come_back_from_a_folder(prefix: bool, tmp_path: Path) -> None:
+    """A vocabulary that became a folder's becomes one of a file again that cuts texts alike."""
+    metadata = scored(**{"tokenizer.ggml.add_space_prefix": prefix})
+    for name, text in tokenizer_files(Metadata(metadata, "here")).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    keys = vocabulary_keys(tmp_path, len(metadata["tokenizer.ggml.tokens"]) + 2)
+    assert keys["tokenizer.ggml.tokens"][:-2] == metadata["tokenizer.ggml.tokens"]
+    assert keys["tokenizer.ggml.token_type"] == [*metadata["tokenizer.ggml.token_type"], 5, 5]
+    before, after = (build_tokenizer(Metadata(values, "here")) for values in (metadata, keys))
+    for text in ("the the in", " the", "a  b", "<s>the</s>in", "ü€ \n", "<mark>the<mark> a"):
+        assert before.encode(text) == after.encode(text)

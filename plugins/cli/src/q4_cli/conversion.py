@@ -22,7 +22,9 @@ __all__ = ["Contents", "Conversion", "Steps", "find_sink", "note_losses"]
 _CHUNK_ELEMENTS = 1 << 22
 _ALIKE = {"q4_0": "int4", "q8_0": "int8"}
 """Format of signed codes → the format of integers that says the same by its middle code."""
-_RULES = ("e2m1", "absmax", "affine", "q4_1", "q4_0", "q8_0")
+_OWN = ("Q4_K", "Q4_1")
+"""Types of a kind of file that are tried first, where it has types of its own and none is asked for."""
+_RULES = ("affine", "q4_1", "absmax", "e2m1", "q4_0", "q8_0")
 """Rules that pack again, by what is tried first where a dialect holds several formats."""
 
 
@@ -191,6 +193,12 @@ class Conversion:
         if self.format_name in recipes:
             yield dict(recipes[self.format_name])
             return
+        own: Mapping[str, Mapping[str, Any]] = getattr(self.sink, "recipes", {})
+        asked = (self.format_name or "").upper()
+        if asked in own:
+            yield dict(own[asked])
+            return
+        yield from (dict(own[name]) for name in _OWN if name in own and not asked)
         formats = {**q4.BUILTIN_FORMATS, **q4.default_registry().formats()}
         names = [name for name, item in formats.items() if name in self.sink.formats and item.rule in _RULES]
         names.sort(key=lambda name: (name != weight.format.name, formats[name].bits, _RULES.index(formats[name].rule)))

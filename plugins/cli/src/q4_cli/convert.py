@@ -105,12 +105,18 @@ def _contents(checkpoint: q4.Checkpoint, target: Target, *, is_gguf: bool) -> Co
     metadata = own_metadata(checkpoint)
     if checkpoint.reader == GGUF[1:] and is_gguf:
         return Contents(checkpoint, checkpoint.dense, names, dict(checkpoint.metadata))
+    known = q4.default_registry().items("q4_architectures")
+    if is_gguf and (home / "config.json").is_file():
+        # Each architecture of q4-lm finds the one that the folder's own kind of model is.
+        to_file = next((item.from_folder for item in known.values() if getattr(item, "from_folder", None)), None)
+        if to_file is not None:
+            found = to_file(checkpoint, home)
+            return Contents(found.weights, found.dense, found.stored, found.metadata)
     if checkpoint.reader != GGUF[1:]:
         return Contents(checkpoint, checkpoint.dense, names, metadata, config_of(home), home)
     if not target.is_folder:
         return Contents(checkpoint, checkpoint.dense, names, metadata)
     kind = str(checkpoint.metadata.get("general.architecture", ""))
-    known = q4.default_registry().items("q4_architectures")
     to_folder = getattr(known.get(kind), "to_folder", None)
     if to_folder is None:
         rule = f"one of {', '.join(sorted(known))}" if known else "known, by the plugin q4-lm"

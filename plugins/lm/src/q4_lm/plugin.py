@@ -9,9 +9,12 @@ import attrs
 from q4core import hookimpl
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import typer
 
     from q4_lm.exchange.gguf_to_hf import HfFolder
+    from q4_lm.exchange.hf_to_gguf import GgufModel
     from q4_lm.models.architecture import Architecture
     from q4_nn import LayerType
     from q4core import Checkpoint
@@ -25,13 +28,19 @@ def q4_architectures() -> list[Architecture]:
     from q4_lm.models.gguf import ARCHITECTURES  # noqa: PLC0415  # not before it is needed
     from q4_lm.models.gguf_bert import BERT  # noqa: PLC0415  # as above
 
-    return [*(attrs.evolve(item, to_folder=_to_folder) for item in ARCHITECTURES), BERT]
+    return [*(attrs.evolve(item, to_folder=_to_folder, from_folder=_from_folder) for item in ARCHITECTURES), BERT]
 
 
 def _to_folder(checkpoint: Checkpoint) -> HfFolder:
     from q4_lm.exchange.gguf_to_hf import to_hf_folder  # noqa: PLC0415  # for `q4 convert` alone
 
     return to_hf_folder(checkpoint)
+
+
+def _from_folder(checkpoint: Checkpoint, home: Path) -> GgufModel:
+    from q4_lm.exchange.hf_to_gguf import to_gguf  # noqa: PLC0415  # as above
+
+    return to_gguf(checkpoint, home)
 
 
 @hookimpl

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from q4_lm.models.config import TransformerConfig
     from q4core import Checkpoint
 
-__all__ = ["HfFolder", "to_hf_folder"]
+__all__ = ["GEMMA", "PARTS", "HfFolder", "LazyItems", "to_hf_folder"]
+
+GEMMA = "gemma3"
+"""Whose converter adds to norms the 1 that the model adds."""
+PARTS = frozenset({"llama", "smollm3"})
+"""Kinds of whose q and k a converter interleaves the rows of a head."""
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -46,7 +51,7 @@ _CONTEXT = 8192
 _CLOSE = 1e-5
 
 
-class _Lazy(Mapping[str, Any]):
+class LazyItems(Mapping[str, Any]):
     """Items that are made when they are asked for."""
 
     def __init__(self, sources: Mapping[str, str], make: Callable[[str, str], Any]) -> None:
@@ -54,15 +59,19 @@ class _Lazy(Mapping[str, Any]):
         self._make = make
 
     def __getitem__(self, name: str) -> Any:
+        """Make one item."""
         return self._make(name, self._sources[name])
 
     def __contains__(self, name: object) -> bool:
+        """Return whether there is one of that name, without making it."""
         return name in self._sources
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
         return iter(self._sources)
 
     def __len__(self) -> int:
+        """Return how many there are."""
         return len(self._sources)
 
 
@@ -107,8 +116,8 @@ def to_hf_folder(checkpoint: Checkpoint) -> HfFolder:
     generation = {name: theirs[name] for name in numbers if theirs[name] is not None}
     parts = _Parts(checkpoint, own, architecture.name)
     return HfFolder(
-        _Lazy(packed, parts.weight),
-        _Lazy(dense, parts.tensor),
+        LazyItems(packed, parts.weight),
+        LazyItems(dense, parts.tensor),
         packed,
         theirs,
         {**tokenizer_files(metadata), "generation_config.json": json.dumps(generation, indent=2) + "\n"},

@@ -16,6 +16,7 @@ from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from q4_lm.models.config import TransformerConfig
     from q4_lm.models.load import Names
@@ -40,6 +41,7 @@ class Architecture:
         finish: Called with the filled decoder, the file and its metadata, for what is neither matrix nor norm.
         to_folder: The opened file → what ``q4 convert`` writes as a Hugging Face folder, in the form of
             ``q4_lm.exchange``'s ``HfFolder``; None where there is no such form.
+        from_folder: The opened folder and its path → what ``q4 convert`` writes as a GGUF file, a ``GgufModel``.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Architecture:
     names: Callable[[TransformerConfig], Names]
     finish: Callable[[TransformerDecoder, Checkpoint, Metadata], None] = _nothing
     to_folder: Callable[[Checkpoint], Any] | None = None
+    from_folder: Callable[[Checkpoint, Path], Any] | None = None
 
 
 def architectures() -> Mapping[str, Architecture]:
