@@ -186,6 +186,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
     "gemma3_text": {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "sliding_window": 5},
     "smollm3": {"model_type": "smollm3"},
+    "gemma2": {"model_type": "gemma2", "query_pre_attn_scalar": 32, "sliding_window": 5},
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 4.0,
+        "attention_multiplier": 0.25,
+    },
+    "olmo2": {"model_type": "olmo2"},
 }
 SIZES = {
     "vocab_size": 64,

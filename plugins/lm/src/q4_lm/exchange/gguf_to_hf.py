@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GEMMA", "PARTS", "HfFolder", "LazyItems", "to_hf_folder"]
 
-GEMMA = "gemma3"
-"""Whose converter adds to norms the 1 that the model adds."""
-PARTS = frozenset({"llama", "smollm3"})
+GEMMA = frozenset({"gemma2", "gemma3"})
+"""Kinds whose converter adds to norms the 1 that the model adds."""
+PARTS = frozenset({"granite", "llama", "smollm3"})
 """Kinds of whose q and k a converter interleaves the rows of a head."""
 
 _CLASSES = {
@@ -38,7 +38,10 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 """Hugging Face's kind of model → its class in transformers."""
@@ -153,14 +156,14 @@ class _Parts:
         if rows is not None:
             return found[rows]
         # Gemma's converter adds to norms the 1 that transformers adds.
-        return found.to(torch.float32) - 1 if self.kind == "gemma3" and found.dim() == 1 else found
+        return found.to(torch.float32) - 1 if self.kind in GEMMA and found.dim() == 1 else found
 
 
 def _hf_config(checkpoint: Checkpoint, metadata: Metadata, own: TransformerConfig, kind: str) -> dict[str, Any]:
     theirs = "mistral" if kind == "llama" and own.sliding_layers else _KINDS.get(kind, kind)
     if theirs not in _CLASSES:
         metadata.fail("general.architecture", f"one of {', '.join(sorted({*_CLASSES, 'gemma3'}))}", kind)
-    if kind == "gemma3":
+    if kind in GEMMA:
         own = attrs.evolve(own, norm="offset_rms", attention_scale=own.attention_scale or own.head_dim**-0.5)
     if FACTORS in checkpoint.dense:
         own = attrs.evolve(own, rope_scaling=_llama3(checkpoint, metadata, own))

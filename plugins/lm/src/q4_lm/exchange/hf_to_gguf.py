@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GgufModel", "to_gguf"]
 
+_ALIKE = ("gemma2", "granite", "llama", "olmo2", "qwen2", "qwen3", "smollm3")
 _KINDS = {
     "mistral": "llama",
     "gemma3_text": "gemma3",
-    **{name: name for name in ("llama", "qwen2", "qwen3", "smollm3")},
+    **{name: name for name in _ALIKE},
 }
 """Hugging Face's kind of model → the architecture of a file."""
 _TEXT_PARTS = {"gemma3": "gemma3_text"}
@@ -131,6 +132,11 @@ def _keys(config: TransformerConfig, kind: str) -> dict[str, Any]:
         keys["attention.sliding_window"] = config.sliding_window
     if config.local_rope_theta is not None:
         keys["rope.freq_base_swa"] = float(config.local_rope_theta)
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    keys |= {name: float(cap) for name in caps if (cap := getattr(config, name)) is not None}
+    if kind == "granite":
+        keys |= {"embedding_scale": config.embedding_scale, "residual_scale": config.residual_scale}
+        keys |= {"logit_scale": 1 / config.logit_scale, "attention.scale": config.attention_scale}
     return {"general.architecture": kind, **{f"{kind}.{key}": value for key, value in keys.items()}}
 
 
@@ -210,4 +216,4 @@ class _Parts:
         if found.dim() > 1:
             return found
         found = found.to(torch.float32)
-        return found + 1 if self.kind == GEMMA else found
+        return found + 1 if self.kind in GEMMA else found
