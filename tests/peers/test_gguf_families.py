@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 import q4_transformers
 import q4core as q4
 from q4_lm import load_model
+from q4_lm.exchange.gguf_to_hf import to_hf_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -267,6 +268,32 @@ def test_logits(name: str, kind: Type, tmp_path: Path) -> None:
         if name != "phi3-long":  # a cache keeps keys that were turned for a short sequence
             cache = ours.make_cache(40, 2)
             assert error(torch.cat([ours(piece, cache) for piece in tokens.split([11, 1, 28], 1)], 1)) < limit
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_folders(name: str, tmp_path: Path) -> None:
+    """A file becomes a folder whose config and tensors transformers' class takes, or is refused for its experts."""
+    theirs = make(name)
+    write(tmp_path / "model.gguf", name, theirs, Type.Q8_0)
+    with q4.open(tmp_path / "model.gguf") as checkpoint:
+        if name.startswith(("mixtral", "qwen3moe", "gpt-oss")):
+            with pytest.raises(q4.CheckpointError, match="without experts"):
+                to_hf_folder(checkpoint)
+            return
+        folder = to_hf_folder(checkpoint)
+        state = {key: folder.dense[key].float() for key in folder.dense}
+        state |= {f"{key}.weight": q4.dequantize(folder.weights[key], torch.float32) for key in folder.weights}
+    config = transformers.AutoConfig.for_model(**folder.config)
+    config._attn_implementation = "eager"
+    ours = getattr(transformers, folder.config["architectures"][0])(config).float().eval()
+    missing, unexpected = ours.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    ours.tie_weights()
+    tokens = torch.randint(0, 96, (2, 40))
+    with torch.inference_mode():
+        found, expected = ours(tokens).logits, theirs(tokens).logits
+    assert float((found - expected).abs().max() / expected.abs().max()) < 2e-6
 
 
 def test_one_part_of_a_split_model(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ in transformers' order, packed as they are.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
@@ -16,14 +15,15 @@ import transformers
 from torch import nn
 
 import q4core as q4
-from q4_lm import config_from_gguf, config_to_hf
+from q4_lm import Metadata
+from q4_lm.exchange.header_to_hf import header_to_hf, order_of_rows
 from q4_lm.models.gguf_names import names_of
+from q4_lm.models.gguf_rope import FACTORS, LONG, SHORT
 from q4_lm.models.hf_names import to_hf_name
-from q4_nn import RopeScaling
 from q4_transformers.experts import place_experts
 from q4_transformers.names import Names
 from q4_transformers.places import Place, fitting_problem, raise_unfit, shape_of
-from q4core import CheckpointError, ConfigError, PackedWeight, Problem
+from q4core import CheckpointError, PackedWeight, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,19 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GgufFile", "config_of", "open_gguf"]
 
-_KINDS = {
-    **{name: name for name in ("bert", "gemma2", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")},
-    "gemma3": "gemma3_text",
-    "gpt-oss": "gpt_oss",
-    "qwen3moe": "qwen3_moe",
-}
-"""Architecture → transformers' name, where both packages compute it, and its matrices are used unchanged."""
-_PERMUTED = {".q_proj": "num_attention_heads", ".k_proj": "num_key_value_heads"}
-_TURNED = "rope_freqs.weight"
-_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
-"""In the config, which has them from the file."""
-_TOKENS = {"bos": ("bos",), "eos": ("eos", "eot", "eom"), "pad": ("padding",)}
-"""Special token → the file's words for it; of several, each ends a text."""
+_IN_CONFIG = frozenset({FACTORS, LONG, SHORT})
+"""Tensors that the config has from the file."""
 _EXPERTS = ".mlp.experts."
 _STACKED = 3
 """Dimensions of a tensor of all experts' matrices."""
@@ -59,24 +48,19 @@ class GgufFile:
     Args:
         path: The file.
         places: The place of each packed layer.
-        heads: Layer whose rows the file interleaves → heads that it has.
+        rows: Layer whose rows the file interleaves → their order in transformers.
         experts: Names of the experts' layers, packed or not.
     """
 
     path: Path
     places: tuple[Place, ...]
-    heads: Mapping[str, int]
+    rows: Mapping[str, torch.Tensor]
     experts: tuple[str, ...] = ()
 
     def weight(self, checkpoint: Checkpoint, stored: str) -> PackedWeight:
         """Return a layer's weight, with its rows in transformers' order."""
         weight = checkpoint[stored]
-        return weight if stored not in self.heads else weight.take_rows(_order(weight.out_features, self.heads[stored]))
-
-
-def _order(rows: int, heads: int) -> torch.Tensor:
-    """Return the rows of a permuted matrix in transformers' order."""
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+        return weight.take_rows(self.rows[stored]) if stored in self.rows else weight
 
 
 def open_gguf(path: Path) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Tensor]]:
@@ -98,8 +82,8 @@ def open_gguf(path: Path) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Ten
             _refuse(str(path), "layers", "packed, some of them at least", "dense ones alone")
         filling = _Filling(own, config, model, checkpoint)
         filling.fill()
-        places, heads, experts = filling.places, filling.heads, filling.experts
-        return config, type(model), GgufFile(path, tuple(places), heads, tuple(experts)), filling.state
+        file = GgufFile(path, tuple(filling.places), filling.rows, tuple(filling.experts))
+        return config, type(model), file, filling.state
 
 
 def _auto(own: TransformerConfig) -> Any:
@@ -119,7 +103,7 @@ class _Filling:
         self._ours = names_of(own, checkpoint.metadata["general.architecture"]).ours
         self.state: dict[str, torch.Tensor] = {}
         self.places: list[Place] = []
-        self.heads: dict[str, int] = {}
+        self.rows: dict[str, torch.Tensor] = {}
         self.experts: list[str] = []
         self._problems: list[Problem] = []
         self._merged: dict[str, torch.Tensor] = {}
@@ -136,7 +120,7 @@ class _Filling:
         place_experts(model, self.experts, Names(model))
         self._modules = dict(model.named_modules())
         for name in checkpoint.dense:
-            if name not in {*_FACTORS, _TURNED}:
+            if name not in _IN_CONFIG:
                 self._take_dense(name)
         self._join_biases()
         for stored, layer in checkpoint.schema.layers.items():
@@ -179,17 +163,11 @@ class _Filling:
             rule = f"{list(parameter.shape)}, as in the model's config"
             self._problems.append(Problem("shape", name, rule, list(values.shape)))
             return
-        heads = self._heads(target.rpartition(".")[0])
-        if heads:
-            values = values[_order(values.shape[0], heads)]
+        rows = order_of_rows(self._own, target.rpartition(".")[0], values.shape[0])
+        values = values if rows is None else values[rows]
         if self._own.norm == "offset_rms" and target.endswith("norm.weight"):
             values = values.float() - 1  # which the file adds, as transformers does
         self.state[target] = values
-
-    def _heads(self, module: str) -> int:
-        """Return the heads whose rows the file interleaves, of a layer of transformers'; 0 of others."""
-        found = next((name for end, name in _PERMUTED.items() if module.endswith(end)), None)
-        return getattr(self._own, found) if found and self._own.rope_interleaved else 0
 
     def _join_biases(self) -> None:
         """Give the experts' biases, one tensor for each part, as transformers has them: gate and up by turns."""
@@ -215,8 +193,9 @@ class _Filling:
         problem = fitting_problem(stored, shape, name, self._modules, type(model).__name__)
         self._problems += [] if problem is None else [problem]
         self.places.append(Place(stored, name, saved=name))
-        if heads := self._heads(name):
-            self.heads[stored] = heads
+        rows = None if problem or shape is None else order_of_rows(self._own, name, shape[0])
+        if rows is not None:
+            self.rows[stored] = rows
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
@@ -230,62 +209,14 @@ def config_of(checkpoint: Checkpoint) -> Any:
 
 def _configs_of(checkpoint: Checkpoint) -> tuple[TransformerConfig, Any]:
     where = str(checkpoint.path)
-    architecture = checkpoint.metadata.get("general.architecture")
-    if architecture not in _KINDS:
-        _refuse(where, "general.architecture", f"one of {', '.join(_KINDS)}", architecture)
-    own = config_from_gguf(checkpoint.path)
-    if own.norm_position == "both":  # Gemma, whose norms lose the 1 that the file adds, as transformers adds it
-        own = attrs.evolve(own, norm="offset_rms", attention_scale=own.attention_scale or own.head_dim**-0.5)
-    if architecture == "granite":
-        own = attrs.evolve(own, attention_scale=own.attention_scale or own.head_dim**-0.5)
-    if own.rope_dim != own.head_dim and architecture != "phi3":
-        key, rule = f"{architecture}.rope.dimension_count", f"{own.head_dim}, as transformers turns the whole head"
-        _refuse(where, key, rule, own.rope_dim)
-    if _TURNED in checkpoint.dense:
-        own = attrs.evolve(own, rope_scaling=_llama3(checkpoint, own))
-    kind = _kind(architecture, own)
     try:
-        facts = config_to_hf(own, kind)
-    except ConfigError as error:
-        _refuse(where, "header", str(error.rule), kind)
-    if kind == "phi3":
-        facts["original_max_position_embeddings"] = own.rope_scaling.original_context or own.max_position_embeddings
+        own, facts = header_to_hf(checkpoint, Metadata(checkpoint.metadata, where))
+    except CheckpointError as error:
+        _refuse(where, str(error.name), str(error.rule), error.value)
     try:
-        return own, transformers.AutoConfig.for_model(**facts, **_special_tokens(checkpoint.metadata))
+        return own, transformers.AutoConfig.for_model(**facts)
     except Exception as error:  # noqa: BLE001  # transformers' own check of a config, of a class that depends on the release
-        _refuse(where, "header", f"a config of transformers ({error})", kind)
-
-
-def _kind(architecture: str, own: TransformerConfig) -> str:
-    """Return transformers' name of what an architecture's file holds."""
-    if architecture == "llama" and own.num_experts:
-        return "mixtral"
-    sliding = {"llama": "mistral", "olmo2": "olmo3"} if own.sliding_layers else {}
-    return sliding.get(architecture, _KINDS[architecture])
-
-
-def _special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of special tokens for the config; of several that end a text, all."""
-    result: dict[str, Any] = {}
-    for name, words in _TOKENS.items():
-        keys = [f"tokenizer.ggml.{word}_token_id" for word in words]
-        found = list(dict.fromkeys(metadata[key] for key in keys if key in metadata))
-        result[f"{name}_token_id"] = found if len(found) > 1 else next(iter(found), None)
-    return result
-
-
-def _llama3(checkpoint: Checkpoint, own: TransformerConfig) -> RopeScaling:
-    """Return the scaling of Llama 3 whose divisors of the frequencies a file has, as it does not say the scaling."""
-    divisors = checkpoint.dense[_TURNED].float()
-    plain = RopeScaling().frequencies(own.rope_dim, own.rope_theta, 1)
-    factor = float(divisors.max()) if divisors.dim() == 1 and len(divisors) == len(plain) else 0.0
-    make = functools.partial(RopeScaling, kind="llama3", factor=round(factor, 3))
-    for context in (2**power for power in range(4, 21) if factor > 1 and own.rope_scaling == RopeScaling()):
-        scaling = make(original_context=context)
-        if torch.allclose(plain / scaling.frequencies(own.rope_dim, own.rope_theta, 1), divisors, rtol=1e-4):
-            return scaling
-    rule = "the divisors of a scaling of Llama 3, which is all that transformers computes of it"
-    return _refuse(str(checkpoint.path), _TURNED, rule, list(divisors.shape))
+        _refuse(where, "header", f"a config of transformers ({error})", facts["model_type"])
 
 
 def _refuse(where: str, name: str, rule: str, value: object) -> NoReturn:

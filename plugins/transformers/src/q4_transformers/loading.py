@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from tokenizers import processors
 
 import q4core as q4
-from q4_lm.models.metadata import Metadata
-from q4_lm.tokenizers.vocabulary import read_vocabulary
+from q4_lm import Metadata
+from q4_lm.exchange.vocabulary_to_hf import tokenizer_parts
 from q4_transformers.config import Q4Config
 from q4core import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
 __all__ = ["config_for", "load"]
 
@@ -63,7 +61,7 @@ def load(
 
     Raises:
         CheckpointError: The folder is not there, or names no model class of transformers; or a GGUF file is of an
-            architecture that is not supported, or has a tokenizer that transformers does not convert.
+            architecture that is not supported, or has a vocabulary that is not read.
         ConfigError, SchemaError: What is asked for, or the checkpoint, does not fit; raised before anything is loaded.
     """
     folder, asked = Path(path), _asked("q4_transformers.load", config)
@@ -109,45 +107,14 @@ def _load_gguf(path: Path, config: Q4Config, options: dict[str, Any]) -> tuple[A
 
 
 def _tokenizer_of(path: Path) -> Any:
-    """Return the tokenizer of a GGUF file, or None where it has none.
-
-    It is q4_lm's. transformers converts scored pieces alone, for which q4_lm has no engine of the package tokenizers.
-    """
+    """Return the tokenizer of a GGUF file, which gives q4_lm's tokens, or None where the file has none."""
     with q4.open(path) as checkpoint:
-        facts, first = checkpoint.metadata, checkpoint.path
-    if "tokenizer.ggml.model" not in facts:
+        metadata = Metadata(checkpoint.metadata, str(path))
+    if "tokenizer.ggml.model" not in metadata:
         return None
-    vocabulary = read_vocabulary(Metadata(facts, str(path)))
-    if vocabulary.kind != "llama":
-        return _fast(vocabulary, facts)
-    try:
-        return transformers.AutoTokenizer.from_pretrained(first.parent, gguf_file=first.name)
-    except Exception as error:  # its type depends on what is missing
-        rule = f"one that transformers converts ({type(error).__name__}: {error})"
-        hint = "q4_lm.LanguageModel.open(path) has a tokenizer of its own."
-        what, name, where = "GGUF file", "tokenizer.ggml.model", str(path)
-        raise CheckpointError(what, name=name, rule=rule, value="llama", where=where, hint=hint) from error
-
-
-def _fast(vocabulary: Any, facts: Mapping[str, Any]) -> Any:
-    """Return transformers' tokenizer over the engine of a vocabulary."""
-    engine, tokens = vocabulary.engine(), vocabulary.tokens
-    if vocabulary.add_bos and vocabulary.bos is not None:
-        first = tokens[vocabulary.bos]
-        engine.post_processor = processors.TemplateProcessing(
-            single=[first, "$A"], pair=[first, "$A", first, "$B"], special_tokens=[(first, vocabulary.bos)]
-        )
-    roles = {
-        "bos": "bos",
-        "eos": "eos",
-        "pad": "padding",
-        "unk": "unknown",
-        "sep": "seperator",
-        "cls": "cls",
-        "mask": "mask",
-    }
-    numbers = {name: facts.get(f"tokenizer.ggml.{role}_token_id") for name, role in roles.items()}
-    special = {f"{name}_token": tokens[number] for name, number in numbers.items() if number is not None}
-    found = transformers.PreTrainedTokenizerFast(tokenizer_object=engine, **special)
-    found.chat_template = facts.get("tokenizer.chat_template")
+    engine, facts = tokenizer_parts(metadata)
+    del facts["add_bos_token"]  # which the engine does
+    template = facts.pop("chat_template", None)
+    found = transformers.PreTrainedTokenizerFast(tokenizer_object=engine, **facts)
+    found.chat_template = template
     return found

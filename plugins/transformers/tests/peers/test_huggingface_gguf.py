@@ -23,7 +23,7 @@ from tokenizers import BertWordPieceTokenizer
 
 import q4_transformers
 import q4core as q4
-from q4_lm import load_model
+from q4_lm import Metadata, build_tokenizer, load_model
 from q4_transformers import Q4Config
 from q4_transformers.gguf import config_of
 from tests.support.checkpoints import retype
@@ -209,7 +209,7 @@ def test_experts_that_are_dense_in_part(name: str, tmp_path: Path, monkeypatch: 
 
 def test_models_of_other_kinds_are_refused(tmp_path: Path) -> None:
     """A file of a kind that is not read here is an error that names the reader that may support it."""
-    with pytest.raises(q4.CheckpointError, match=r"general\.architecture must be one of.*q4_lm\.LanguageModel\.open"):
+    with pytest.raises(q4.CheckpointError, match=r"general\.architecture' must be one of.*q4_lm\.LanguageModel\.open"):
         header(tmp_path / "model.gguf", "falcon", BASE)
 
 
@@ -223,7 +223,7 @@ def test_divisors_of_no_scaling_are_refused(
         return (np.array(factors, np.float32) if key == "rope_freqs.weight" else values), kind
 
     write_changed(tmp_path / "model.gguf", "llama-3", change, monkeypatch)
-    with pytest.raises(q4.CheckpointError, match=r"rope_freqs\.weight must be the divisors of a scaling of Llama 3"):
+    with pytest.raises(q4.CheckpointError, match=r"rope_freqs\.weight"):
         q4_transformers.load(tmp_path / "model.gguf")
 
 
@@ -365,6 +365,48 @@ def test_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     families.write(tmp_path / "model.gguf", "qwen2", theirs, Type.Q8_0)
     with pytest.raises(q4.CheckpointError, match=r"tokenizer\.ggml\.model' must be one of"):
         q4_transformers.load(tmp_path / "model.gguf")
+
+
+LETTERS = [chr(number) for number in range(33, 125)]
+VOCABULARIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"tokens": ["<b>", "<e>", *LETTERS, "ab", "abc"], "merges": ["a b", "ab c"], "pre": "llama-bpe"},
+    "llama": {"tokens": ["<u>", "<b>", "<e>", "\u2581", *LETTERS], "scores": [-float(number) for number in range(96)]},
+}
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+def test_tokens_are_those_of_q4_lm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte-level BPE and scored pieces give q4_lm's tokens, with the file's special tokens and its chat template."""
+    original = families.write_metadata
+    facts, first = VOCABULARIES[kind], 1 if kind == "llama" else 0
+
+    def write_metadata(writer: GGUFWriter, config: Any, arch: str) -> None:
+        original(writer, config, arch)
+        writer.add_tokenizer_model(kind)
+        writer.add_token_list(facts["tokens"])
+        writer.add_token_types([2] * first + [3, 3] + [1] * (94 - first))
+        if kind == "llama":
+            writer.add_token_scores(facts["scores"])
+            writer.add_unk_token_id(0)
+        else:
+            writer.add_token_merges(facts["merges"])
+            writer.add_tokenizer_pre(facts["pre"])
+        writer.add_bos_token_id(first)
+        writer.add_eos_token_id(first + 1)
+        writer.add_add_bos_token(value=True)
+        writer.add_chat_template("{{ messages[0].content }}")
+
+    monkeypatch.setattr(families, "write_metadata", write_metadata)
+    families.write(tmp_path / "model.gguf", "qwen2", families.make("qwen2"), Type.Q8_0)
+    _, tokenizer = q4_transformers.load(tmp_path / "model.gguf")
+    with q4.open(tmp_path / "model.gguf") as checkpoint:
+        own = build_tokenizer(Metadata(checkpoint.metadata, "here"))
+    for text in ("abcab", "a!b<e>c", "ab"):
+        assert tokenizer(text)["input_ids"] == own.encode(text)
+    assert tokenizer(["a", "b"])["input_ids"] == [own.encode("a"), own.encode("b")]
+    assert tokenizer.decode(tokenizer("abc!")["input_ids"], skip_special_tokens=True).strip() == "abc!"
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<b>", "<e>")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
 def write_changed(path: Path, name: str, change: Callable[[str, Any, Any], Any], patch: pytest.MonkeyPatch) -> Any:

@@ -10,14 +10,12 @@ import attrs
 import torch
 
 import q4core as q4
+from q4_lm.exchange.header_to_hf import header_to_hf, order_of_rows
 from q4_lm.exchange.vocabulary_to_hf import tokenizer_files
 from q4_lm.models.architecture import find_architecture
-from q4_lm.models.gguf_rope import FACTORS, LONG, SHORT, read_factors
-from q4_lm.models.hf_config import config_to_hf
+from q4_lm.models.gguf_rope import FACTORS, LONG, SHORT
 from q4_lm.models.hf_names import to_hf_name
 from q4_lm.models.metadata import Metadata
-from q4_nn.blocks.rotary import RopeScaling
-from q4core import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,26 +30,7 @@ GEMMA = frozenset({"gemma2", "gemma3"})
 PARTS = frozenset({"granite", "llama", "smollm3"})
 """Kinds of whose q and k a converter interleaves the rows of a head."""
 
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
-"""Hugging Face's kind of model → its class in transformers."""
-_KINDS = {"gemma3": "gemma3_text"}
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
-_ENDS = ("eos", "eot", "eom")
-_LLAMA3 = (8.0, 32.0, 4.0, 16.0)
-"""Factors of the Llama 3 models, whose other numbers are alike."""
-_CONTEXT = 8192
-_CLOSE = 1e-5
 
 
 class LazyItems(Mapping[str, Any]):
@@ -104,9 +83,11 @@ def to_hf_folder(checkpoint: Checkpoint) -> HfFolder:
         CheckpointError: The file is malformed, or transformers has no kind of model that computes the same.
     """
     metadata = Metadata(checkpoint.metadata, str(checkpoint.path))
+    own, theirs = header_to_hf(checkpoint, metadata)
     architecture = find_architecture(metadata)
-    own = architecture.config(checkpoint, metadata)
-    theirs = _hf_config(checkpoint, metadata, own, architecture.name)
+    if own.num_experts or not own.causal:
+        metadata.fail("general.architecture", "a decoder's without experts, for a folder", architecture.name)
+    theirs["dtype"] = "bfloat16"
     names = architecture.names(own)
     dense = {to_hf_name(names.ours(name), own): name for name in checkpoint.dense if name not in {FACTORS, LONG, SHORT}}
     modules = {names.ours(name): name for name in checkpoint}
@@ -117,7 +98,7 @@ def to_hf_folder(checkpoint: Checkpoint) -> HfFolder:
     packed = {_HEAD if ours == _HEAD else to_hf_name(ours, own): name for ours, name in modules.items()}
     numbers = ("bos_token_id", "eos_token_id", "pad_token_id")
     generation = {name: theirs[name] for name in numbers if theirs[name] is not None}
-    parts = _Parts(checkpoint, own, architecture.name)
+    parts = _Parts(checkpoint, own)
     return HfFolder(
         LazyItems(packed, parts.weight),
         LazyItems(dense, parts.tensor),
@@ -133,77 +114,18 @@ class _Parts:
 
     checkpoint: Checkpoint
     config: TransformerConfig
-    kind: str
-
-    def _rows(self, name: str, count: int) -> torch.Tensor | None:
-        """Return the order of rows of q or k, of which a pair's members are half a head apart."""
-        heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
-        part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-        if not self.config.rope_interleaved or part not in heads:
-            return None
-        return torch.arange(count).view(heads[part], -1, 2).transpose(1, 2).reshape(-1)
 
     def weight(self, name: str, source: str) -> q4.PackedWeight:
         found = self.checkpoint[source]
-        rows = self._rows(name, found.out_features)
+        rows = order_of_rows(self.config, name, found.out_features)
         return found if rows is None else found.take_rows(rows)
 
     def tensor(self, name: str, source: str) -> torch.Tensor:
         if source in self.checkpoint:
             return q4.dequantize(self.checkpoint[source], torch.float32)
         found = self.checkpoint.dense[source]
-        rows = self._rows(name, found.shape[0])
+        rows = order_of_rows(self.config, name.rpartition(".")[0], found.shape[0])
         if rows is not None:
             return found[rows]
         # Gemma's converter adds to norms the 1 that transformers adds.
-        return found.to(torch.float32) - 1 if self.kind in GEMMA and found.dim() == 1 else found
-
-
-def _hf_config(checkpoint: Checkpoint, metadata: Metadata, own: TransformerConfig, kind: str) -> dict[str, Any]:
-    theirs = "mistral" if kind == "llama" and own.sliding_layers else _KINDS.get(kind, kind)
-    if theirs not in _CLASSES:
-        metadata.fail("general.architecture", f"one of {', '.join(sorted({*_CLASSES, 'gemma3'}))}", kind)
-    if kind in GEMMA:
-        own = attrs.evolve(own, norm="offset_rms", attention_scale=own.attention_scale or own.head_dim**-0.5)
-    if FACTORS in checkpoint.dense:
-        own = attrs.evolve(own, rope_scaling=_llama3(checkpoint, metadata, own))
-    if own.rope_dim != own.head_dim and kind != "phi3":
-        metadata.fail(
-            f"{kind}.rope.dimension_count", f"{own.head_dim}, as transformers turns the whole head", own.rope_dim
-        )
-    try:
-        found = config_to_hf(own, theirs)
-    except ConfigError as error:
-        what, where = "model metadata", metadata.where
-        raise CheckpointError(what, name="header", rule=str(error.rule), value=theirs, where=where) from error
-    if kind == "phi3":
-        found["original_max_position_embeddings"] = own.rope_scaling.original_context or own.max_position_embeddings
-    found |= {"architectures": [_CLASSES[theirs]], "dtype": "bfloat16"}
-    ends = [metadata.integer(f"tokenizer.ggml.{end}_token_id", low=0, default=None) for end in _ENDS]
-    numbers = {
-        "bos_token_id": metadata.integer("tokenizer.ggml.bos_token_id", low=0, default=None),
-        "eos_token_id": list(dict.fromkeys(number for number in ends if number is not None)),
-        "pad_token_id": metadata.integer("tokenizer.ggml.padding_token_id", low=0, default=None),
-    }
-    if isinstance(numbers["eos_token_id"], list) and len(numbers["eos_token_id"]) < 2:  # noqa: PLR2004  # several
-        numbers["eos_token_id"] = next(iter(numbers["eos_token_id"]), None)
-    return found | numbers
-
-
-def _llama3(checkpoint: Checkpoint, metadata: Metadata, own: TransformerConfig) -> RopeScaling:
-    """Return the scaling from which a converter computed the divisors in the file.
-
-    Raises:
-        CheckpointError: It is none of the Llama 3 models'.
-    """
-    factors = read_factors(checkpoint, metadata, FACTORS, own.rope_dim)
-    plain = RopeScaling().frequencies(own.rope_dim, own.rope_theta, 1)
-    found = None
-    for factor in _LLAMA3:
-        scaling = RopeScaling(kind="llama3", factor=factor, original_context=_CONTEXT)
-        divisors = plain / scaling.frequencies(own.rope_dim, own.rope_theta, 1)
-        found = scaling if torch.allclose(divisors.to(torch.float32), factors, rtol=_CLOSE, atol=0) else found
-    if found is None:
-        rule = f"those of a Llama 3 model, with a factor of {', '.join(f'{factor:g}' for factor in _LLAMA3)}"
-        metadata.fail_tensor(FACTORS, rule, f"up to {float(factors.max()):g}")
-    return found
+        return found.to(torch.float32) - 1 if self.config.norm == "offset_rms" and found.dim() == 1 else found

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from q4_lm.models.metadata import Metadata
     from q4_lm.tokenizers.vocabulary import Vocabulary
 
-__all__ = ["tokenizer_files"]
+__all__ = ["tokenizer_files", "tokenizer_parts"]
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_ROLES |= {"sep_token": "seperator", "cls_token": "cls", "mask_token": "mask"}  # as the format spells it
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, str]:
@@ -33,6 +34,20 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
     """
     if "tokenizer.ggml.model" not in metadata:
         return {}
+    engine, config = tokenizer_parts(metadata)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    return {
+        "tokenizer.json": engine.to_str(pretty=False),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+def tokenizer_parts(metadata: Metadata) -> tuple[Engine, dict[str, Any]]:
+    """Return what cuts texts, and what ``tokenizer_config.json`` says of it.
+
+    Raises:
+        CheckpointError: As ``read_vocabulary``.
+    """
     vocabulary = read_vocabulary(metadata)
     engine = _pieces(vocabulary) if vocabulary.kind == "llama" else vocabulary.engine()
     bos = None if vocabulary.bos is None else vocabulary.tokens[vocabulary.bos]
@@ -41,11 +56,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, vocabulary.bos)]
         )
         engine.post_processor = start
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": vocabulary.add_bos,
-        "clean_up_tokenization_spaces": False,
-    }
+    config: dict[str, Any] = {"add_bos_token": vocabulary.add_bos, "clean_up_tokenization_spaces": False}
     for name, role in _ROLES.items():
         number = metadata.integer(f"tokenizer.ggml.{role}_token_id", low=0, default=None)
         number = vocabulary.bos if role == "bos" else vocabulary.unknown if role == "unknown" else number
@@ -54,10 +65,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, str]:
     template = metadata.text("tokenizer.chat_template", default=None)
     if template is not None:
         config["chat_template"] = template
-    return {
-        "tokenizer.json": engine.to_str(pretty=False),
-        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-    }
+    return engine, config
 
 
 def _pieces(vocabulary: Vocabulary) -> Engine:
