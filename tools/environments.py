@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "distributions",
+    "ggml_build",
     "install",
     "install_group",
     "install_packages",
@@ -71,13 +73,29 @@ def install_group(session: nox.Session, group: str, *, environment: str = "env",
     install(session, group, *nox.project.dependency_groups(PROJECT, group), environment=environment, **variables)
 
 
-def put_apart(session: nox.Session, requirement: str, *, environment: str = "peerenv") -> str:
+def put_apart(
+    session: nox.Session, requirement: str, *pip: str, name: str = "", environment: str = "peerenv", **variables: str
+) -> str:
     """Install a package in a folder of its own, to be put before an environment by PYTHONPATH; return the folder."""
-    folder = session.cache_dir.parent / "apart" / requirement
+    folder = session.cache_dir.parent / "apart" / (name or requirement)
     if not folder.is_dir():
-        pip = ["-m", "pip", "install", "--quiet", "--target", str(folder)]
-        run(session, "python", *pip, requirement, environment=environment)
+        options = ["--quiet", "--constraint", str(CONSTRAINTS)] if name else ["--quiet"]
+        options += ["--target", str(folder), *pip]
+        run(session, "python", "-m", "pip", "install", *options, requirement, environment=environment, **variables)
     return str(folder)
+
+
+def ggml_build(isa: str = "", machine: str = "") -> dict[str, str]:
+    """Return the variables that build ggml for this CPU, or for AVX2 alone.
+
+    AMX is left out: systems that do not grant it end a process that touches its tiles.
+    """
+    if isa == "avx2":
+        return {"CMAKE_ARGS": "-DGGML_NATIVE=OFF"}
+    found = {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+    if os.name == "posix" and (machine or platform.machine()) == "x86_64":
+        found |= dict.fromkeys(("CFLAGS", "CXXFLAGS"), "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16")
+    return found
 
 
 def install_packages(session: nox.Session, *, environment: str = "env") -> None:

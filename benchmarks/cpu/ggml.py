@@ -13,12 +13,30 @@ from benchmarks.candidate import PEER, Calls, Candidate
 from benchmarks.cpu.ggml_library import GgmlLibrary
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from benchmarks.problem import Problem
 
 __all__ = ["LIBRARY", "candidates", "library"]
 
 LIBRARY = "ggml"
-_FORMATS = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12, "IQ4_NL": 20, "MXFP4": 39, "NVFP4": 40}
+_NUMBERS = {
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
+    "MXFP4": 39,
+    "NVFP4": 40,
+}
+_FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "IQ4_NL", "MXFP4", "NVFP4")
 _F32 = 0
 
 
@@ -76,12 +94,14 @@ def _free(ggml: GgmlLibrary, context: int, buffer: int) -> None:
     ggml.ggml_free(context)
 
 
-def candidates(problem: Problem) -> list[Candidate]:
-    """Return each format in the plain order, and repacked where llama.cpp would do so."""
+def candidates(problem: Problem, types: Iterable[str] = _FORMATS) -> list[Candidate]:
+    """Return each type of ggml's in the plain order, and repacked where llama.cpp would do so."""
     ggml = library()
     plain = ggml.ggml_backend_get_default_buffer_type(ggml.backend(1))
     found = []
-    for name, type_ in _FORMATS.items():
+    for name in types:
+        if (type_ := _NUMBERS.get(name)) is None:
+            continue
         pattern = problem.pattern.contiguous()
         packed = ggml.quantize(type_, pattern.shape[0], pattern.shape[1], pattern.data_ptr())
         decoded = ggml.dequantize(type_, packed, pattern.numel())
@@ -96,7 +116,7 @@ def candidates(problem: Problem) -> list[Candidate]:
 
 def _candidate(problem: Problem, name: str, packed: bytes, kind: int, reference: torch.Tensor) -> Candidate:
     ggml = library()
-    weights = _Weights(problem, _FORMATS[name], packed, kind, problem.copies(len(packed)))
+    weights = _Weights(problem, _NUMBERS[name], packed, kind, problem.copies(len(packed)))
     label = ggml.ggml_backend_buft_name(kind).decode().removeprefix("CPU").strip("_").lower()
 
     def make(x: torch.Tensor, threads: int, resident: bool) -> Calls:  # noqa: FBT001  # the contract of make

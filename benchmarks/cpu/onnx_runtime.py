@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,49 +14,67 @@ import torch
 from benchmarks.candidate import PEER, Calls, Candidate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from benchmarks.problem import Problem
 
 __all__ = ["LIBRARY", "candidates"]
 
 LIBRARY = "onnxruntime"
-_FORMATS = {"int4 g32": (4, 32), "int4 g128": (4, 128), "int8 g32": (8, 32)}
+_FORMATS = ("int4 g32", "int4 g128", "int8 g32")
+_TYPE = re.compile(r"int(4|8) g(\d+)( zero)?")
 _INT8_COMPUTE = 4
 _MANY_ROWS = 64
 _OPSET, _IR = 17, 10
 
 
-def candidates(problem: Problem) -> list[Candidate]:
-    """Return one candidate for each width and block size."""
+def candidates(problem: Problem, types: Iterable[str] = _FORMATS) -> list[Candidate]:
+    """Return one candidate for each width and block size, without and with zero points."""
     onnx = importlib.import_module("onnx")
     runtime = importlib.import_module("onnxruntime")
-    return [_candidate(problem, name, onnx, runtime) for name in _FORMATS]
+    return [_candidate(problem, name, onnx, runtime) for name in types if _TYPE.fullmatch(name)]
 
 
 @attrs.frozen(eq=False)
 class _Weight:
-    """Codes [N, blocks, bytes] and scales [N × blocks], and what they stand for."""
+    """Codes [N, blocks, bytes], scales [N × blocks] and zero points, or None, and what they stand for."""
 
     codes: np.ndarray[Any, Any]
     scales: np.ndarray[Any, Any]
+    zeros: np.ndarray[Any, Any] | None
     reference: torch.Tensor
     bits: int
     block: int
 
     @classmethod
-    def of(cls, problem: Problem, bits: int, block: int) -> _Weight:
+    def of(cls, problem: Problem, name: str) -> _Weight:
+        found = _TYPE.fullmatch(name)
+        assert found is not None
+        bits, block, has_zero = int(found[1]), int(found[2]), found[3] is not None
         half = 1 << (bits - 1)
         grouped = problem.pattern.view(-1, problem.in_features // block, block)
-        scale = grouped.abs().amax(-1, keepdim=True) / (half - 1)
-        codes = (grouped / scale).round().clamp(-half, half - 1)
-        reference = (codes.double() * scale.double()).view(problem.pattern.shape)
-        stored = (codes + half).to(torch.uint8)
-        if bits == 4:  # noqa: PLR2004  # or 8
-            stored = stored[..., 0::2] | (stored[..., 1::2] << 4)
+        if has_zero:
+            low = grouped.amin(-1, keepdim=True)
+            scale = (grouped.amax(-1, keepdim=True) - low) / (2 * half - 1)
+            zero = (-low / scale).round().clamp(0, 2 * half - 1)
+        else:
+            scale = grouped.abs().amax(-1, keepdim=True) / (half - 1)
+            zero = torch.full_like(scale, half)
+        codes = (grouped / scale + zero).round().clamp(0, 2 * half - 1)
+        reference = ((codes - zero).double() * scale.double()).view(problem.pattern.shape)
         return cls(
-            problem.tiled(stored).numpy(), problem.tiled(scale[..., 0]).reshape(-1).numpy(), reference, bits, block
+            problem.tiled(_bytes(codes, bits)).numpy(),
+            problem.tiled(scale[..., 0]).reshape(-1).numpy(),
+            problem.tiled(_bytes(zero[..., 0], bits)).reshape(-1).numpy() if has_zero else None,
+            reference,
+            bits,
+            block,
         )
+
+
+def _bytes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    stored = codes.to(torch.uint8)
+    return stored if bits == 8 else stored[..., 0::2] | (stored[..., 1::2] << 4)  # noqa: PLR2004  # or 4
 
 
 def _model(problem: Problem, weight: _Weight, copies: int, onnx: Any) -> bytes:
@@ -69,10 +88,14 @@ def _model(problem: Problem, weight: _Weight, copies: int, onnx: Any) -> bytes:
             numpy_helper.from_array(np.roll(weight.codes, copy, axis=0), f"codes{copy}"),
             numpy_helper.from_array(weight.scales, f"scales{copy}"),
         ]
+        inputs = ["x", f"codes{copy}", f"scales{copy}"]
+        if weight.zeros is not None:
+            initializers.append(numpy_helper.from_array(weight.zeros, f"zeros{copy}"))
+            inputs.append(f"zeros{copy}")
         nodes.append(
             helper.make_node(
                 "MatMulNBits",
-                ["x", f"codes{copy}", f"scales{copy}"],
+                inputs,
                 [f"y{copy}"],
                 domain="com.microsoft",
                 K=problem.in_features,
@@ -91,8 +114,8 @@ def _model(problem: Problem, weight: _Weight, copies: int, onnx: Any) -> bytes:
 
 
 def _candidate(problem: Problem, name: str, onnx: Any, runtime: Any) -> Candidate:
-    weight = _Weight.of(problem, *_FORMATS[name])
-    size = weight.codes.nbytes + weight.scales.nbytes
+    weight = _Weight.of(problem, name)
+    size = sum(part.nbytes for part in (weight.codes, weight.scales, weight.zeros) if part is not None)
     copies = problem.copies(size)
 
     @functools.cache

@@ -9,7 +9,7 @@ import torch
 
 import q4core as q4
 from benchmarks.candidate import OURS, Calls, Candidate
-from benchmarks.weights import FORMATS, exact_value, weight_of
+from benchmarks.weights import FORMATS, TYPES, exact_value, type_of, weight_of
 
 if TYPE_CHECKING:
     from benchmarks.problem import Problem
@@ -40,11 +40,11 @@ def isa() -> str:
     return layer.diagnostics().path_name.split("_", 1)[1]
 
 
-def candidates(problem: Problem) -> list[Candidate]:
-    """Return one candidate for each format and precision."""
+def candidates(problem: Problem, group: str | None = None) -> list[Candidate]:
+    """Return one candidate for each format and precision; of a group, for each of its types."""
     found = []
-    for name in FORMATS:
-        pattern = weight_of(name, problem.pattern)
+    for name in FORMATS if group is None else TYPES[group]:
+        pattern = (weight_of if group is None else type_of)(name, problem.pattern)
         weight = q4.cat([pattern] * problem.repeats)
         reference = exact_value(pattern)
         found += [_candidate(name, precision, weight, reference, problem) for precision in _LIMITS]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.cpu import dense, ggml, onnx_runtime, quantized_torch
+from benchmarks.weights import TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,10 +51,20 @@ def facts() -> dict[str, dict[str, Any]]:
     return found
 
 
-def load(problem: Problem, found: dict[str, dict[str, Any]]) -> list[Candidate]:
-    """Return what the installed peers offer for a shape; one that breaks is marked in ``found``, and left out."""
+def load(problem: Problem, found: dict[str, dict[str, Any]], group: str | None = None) -> list[Candidate]:
+    """Return what the installed peers offer for a shape, or for a group of ``TYPES``.
+
+    One that breaks is marked in ``found``, and left out.
+    """
     candidates = []
-    for name, (_, make) in PEERS.items():
+    makers = {name: make for name, (_, make) in PEERS.items()}
+    if group is not None:
+        types = tuple(TYPES[group])
+        makers = {
+            ggml.LIBRARY: functools.partial(ggml.candidates, types=types),
+            onnx_runtime.LIBRARY: functools.partial(onnx_runtime.candidates, types=types),
+        }
+    for name, make in makers.items():
         if not found[name]["installed"]:
             continue
         try:

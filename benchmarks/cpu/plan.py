@@ -14,8 +14,9 @@ from benchmarks.candidate import OURS, PEER, YARDSTICK, Candidate
 from benchmarks.cpu import ours, peers, yardsticks
 from benchmarks.cpu.sampling import Budget, Timed, sample_us
 from benchmarks.problem import Problem
+from benchmarks.weights import TYPES
 
-__all__ = ["FULL", "QUICK", "Plan", "Stage", "is_wanted", "measure"]
+__all__ = ["FULL", "FULL_TYPES", "QUICK", "QUICK_TYPES", "Plan", "Stage", "is_wanted", "measure", "measure_types"]
 
 _SQUARE = (4096, 4096)
 _CONTENDERS = {"torch", "onnxruntime", "ggml"}
@@ -73,6 +74,21 @@ def _full() -> Plan:
 
 
 FULL = _full()
+_CORES = max(2, torch.get_num_threads())
+FULL_TYPES = Plan(
+    tuple(
+        Stage(shape, rows, threads)
+        for shape, rows, threads in (
+            *((_SQUARE, rows, _CORES) for rows in (1, 4, 16, 64, 256)),
+            *((_SQUARE, rows, 1) for rows in (1, 64)),
+            *(((2048, 6144), rows, _CORES) for rows in (1, 16, 64)),
+        )
+    ),
+    Budget(20, 1.0, 5),
+    Budget(15, 1.0, 5),
+)
+"""The stages of each group of types that checkpoints hold."""
+QUICK_TYPES = Plan(tuple(Stage(_SQUARE, rows, _CORES) for rows in (1, 16, 64)), Budget(9, 0.2, 2), Budget(5, 0.2, 2))
 QUICK = Plan(
     (Stage(_SQUARE, 1, FULL.stages[0].threads), Stage(_SQUARE, 1, 1), Stage(_SQUARE, 64, FULL.stages[0].threads)),
     Budget(11, 0.2, 2),
@@ -118,6 +134,25 @@ def measure(plan: Plan, found: dict[str, dict[str, Any]], only: str | None = Non
         budgets = {stage: plan.decode if stage.rows == 1 else plan.prefill for stage in plan.stages}
         results += [_measure(stage, problem, chosen, budgets[stage]) for stage in plan.stages if stage.shape == shape]
         del chosen
+    return results
+
+
+def measure_types(plan: Plan, found: dict[str, dict[str, Any]], only: str | None = None) -> list[dict[str, Any]]:
+    """Measure every stage of a plan for each group of ``TYPES``, as ``measure`` does; each result names its group."""
+    results = []
+    for group in TYPES:
+        for shape in dict.fromkeys(stage.shape for stage in plan.stages):
+            problem = Problem(*shape)
+            loaded = [] if only == f"{PEER}s" else ours.candidates(problem, group)
+            if only != OURS:
+                loaded += peers.load(problem, found, group)
+            chosen = [one for one in loaded if is_wanted(only, one.role, one.name)]
+            del loaded
+            for stage in plan.stages:
+                if stage.shape == shape and chosen:
+                    budget = plan.decode if stage.rows == 1 else plan.prefill
+                    results.append({**_measure(stage, problem, chosen, budget), "group": group})
+            del chosen
     return results
 
 

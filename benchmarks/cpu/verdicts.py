@@ -13,7 +13,7 @@ from benchmarks.verdict import CALL_TARGETS_US, Verdict
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["judge"]
+__all__ = ["best_peer", "judge"]
 
 _CONTENDERS = {"ggml", "onnxruntime"}
 _WIDE = {"q8_0": 8, "Q8_0": 8, "int8 g32": 8}
@@ -133,16 +133,52 @@ def _small_verdicts(small: Sequence[dict[str, Any]]) -> Iterator[Verdict]:
             yield Verdict(target, layer["name"], over, limit, is_most=True, against="backend.linear")
 
 
-def judge(stages: Sequence[Stage], small: Sequence[dict[str, Any]]) -> list[Verdict]:
+def best_peer(stage: Stage, format_: str) -> tuple[str, float | None]:
+    """Return the fastest peer with the same type as ours in int8, and how many times as fast as that one we are.
+
+    Act-order, which no peer has, is compared with the same codes in plain order.
+    """
+    same = format_.replace("act-order", "zero")
+    rivals = {name: call for name, call in _calls(stage, role="peer").items() if call["format"] == same}
+    return _nearest(stage["calls"][f"{format_} int8"], rivals)
+
+
+def _type_verdicts(stages: Sequence[Stage]) -> Iterator[Verdict]:
+    decoded = []
+    for stage in stages:
+        rows = stage["rows"]
+        kind = "decode" if rows == 1 else "M >= 16" if rows >= 16 else "1 < M < 16"  # noqa: PLR2004  # the targets' own
+        for call in _calls(stage, role="ours", precision="int8").values():
+            subject = f"{call['format']}, {stage['name']}"
+            against, ratio = best_peer(stage, call["format"])
+            found = Verdict(
+                f"types, {kind}, int8: ahead of the best peer's same type", subject, ratio, 1.0, against=against
+            )
+            decoded += [found] if rows == 1 and ratio is not None else []
+            yield found
+            if (words := stage["calls"].get(f"{call['format']} int16")) is not None:
+                ratio = rounds.ratio(words, call)
+                yield Verdict(
+                    f"types, {kind}: int16 in 1.3 of int8's time", subject, ratio, 1.3, is_most=True, against="int8"
+                )
+    if decoded:
+        share = sum(bool(one.is_met) for one in decoded) / len(decoded)
+        yield Verdict(
+            "types, decode, int8: ahead in 0.9 of the rows", f"{len(decoded)} rows", share, 0.9, against="peers"
+        )
+
+
+def judge(stages: Sequence[Stage], small: Sequence[dict[str, Any]], types: Sequence[Stage] = ()) -> list[Verdict]:
     """Return a verdict for each target and each subject that was measured.
 
     Args:
         stages: The results of ``plan.measure``.
         small: The results of ``small_layers.measure``.
+        types: The results of ``plan.measure_types``.
     """
     rules: list[tuple[Callable[[Stage], bool], Callable[[Stage], Iterator[Verdict]]]] = [
         (_is_decode, _decode_verdicts),
         (lambda stage: bool(stage["rows"] > 1), _prefill_verdicts),
     ]
     found = [verdict for stage in stages for fits, rule in rules if fits(stage) for verdict in rule(stage)]
-    return [*found, *_small_verdicts(small)]
+    return [*found, *_small_verdicts(small), *_type_verdicts(types)]

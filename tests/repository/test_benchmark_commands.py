@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import problem, record, spiking, spiking_torch, threads
+from benchmarks import problem, record, spiking, spiking_torch, threads, weights
 from benchmarks.cpu import ours, peers, plan, small_layers, yardsticks
 from benchmarks.cpu.sampling import Budget
 from benchmarks.memory import actors, ray_objects
@@ -115,7 +115,10 @@ def test_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     if ours.isa() == "none":
         pytest.skip("cpu-native is not built here")
     stages = tuple(plan.Stage((256, 256), rows, 1) for rows in (1, 64))
-    monkeypatch.setattr(plan, "QUICK", plan.Plan(stages, Budget(3, 0.01, 2), Budget(3, 0.01, 2)))
+    short = plan.Plan(stages, Budget(3, 0.01, 2), Budget(3, 0.01, 2))
+    monkeypatch.setattr(plan, "QUICK", short)
+    monkeypatch.setattr(plan, "QUICK_TYPES", short)
+    monkeypatch.setattr(plan, "TYPES", {"K-quants": weights.TYPES["K-quants"]})
     for name in ("_LEAST_ROTATION", "_MOST_ROTATION"):  # copies of 1 MB, not of three caches
         monkeypatch.setattr(problem, name, 1 << 20)
     monkeypatch.setattr(yardsticks, "_windows", yardsticks._windows.__wrapped__)
@@ -124,6 +127,8 @@ def test_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "facts", dict)
     result = run("cpu", "--only", "ours")
     assert [stage["rows"] for stage in result["stages"]] == [1, 64]
+    assert [(stage["group"], stage["rows"]) for stage in result["type_stages"]] == [("K-quants", 1), ("K-quants", 64)]
+    assert {"Q4_K int8", "Q2_K int16", "Q6_K exact"} <= set(result["type_stages"][0]["calls"])
 
 
 @pytest.mark.soak  # it builds the kernels twice

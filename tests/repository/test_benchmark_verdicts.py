@@ -6,9 +6,11 @@ import statistics
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import generate
-from benchmarks.cpu import rounds, verdicts
+import q4core as q4
+from benchmarks import generate, weights
+from benchmarks.cpu import report, rounds, verdicts
 from benchmarks.verdict import CALL_TARGETS_US, Verdict, lines
 from tests.support.benchmark_results import decode_stage, prefill_stage, stage_of
 
@@ -101,6 +103,61 @@ def test_formats_are_compared_with_their_equals() -> None:
     assert found == {"q8_0": "ggml Q8_0", "nf4": "ggml Q4_0", "int4 g128": "onnxruntime int4 g128"}
 
 
+def _types(**changed: float) -> dict[str, Any]:
+    us = {"k": 250.0, "words": 300.0, "order": 250.0, "ggml": 300.0, "ort": 260.0} | changed
+    calls = {
+        "Q6_K int8": ("q4core", "Q6_K", "int8", us["k"]),
+        "Q6_K int16": ("q4core", "Q6_K", "int16", us["words"]),
+        "int4 g128 act-order int8": ("q4core", "int4 g128 act-order", "int8", us["order"]),
+        "ggml Q6_K": ("ggml", "Q6_K", "int8", us["ggml"]),
+        "ggml Q6_K repack": ("ggml", "Q6_K", "int8", us["ggml"] + 100),
+        "ggml Q4_0": ("ggml", "Q4_0", "int8", 1.0),
+        "onnxruntime int4 g128 zero": ("onnxruntime", "int4 g128 zero", "int8", us["ort"]),
+    }
+    return stage_of(1, 2, calls) | {"group": "a"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        ({}, set()),
+        ({"ggml": 249}, {"Q6_K", "2 rows"}),
+        ({"ort": 249}, {"int4 g128 act-order", "2 rows"}),
+        ({"words": 326}, {"Q6_K"}),
+    ],
+)
+def test_types_are_compared_with_the_same_type(changed: dict[str, float], missed: set[str]) -> None:
+    """Neither another type nor a slower order of the same one counts, and nine rows of ten suffice for decode."""
+    judged = verdicts.judge([], [], [_types(**changed)])
+    assert len(judged) == 4
+    assert {one.subject.split(",")[0] for one in judged if not one.is_met} == missed
+
+
+def test_each_type_has_a_line_with_its_word() -> None:
+    """The line has the times of all precisions, the best peer's, and which of them is ahead."""
+    stage = _types()
+    stage["calls"] |= {"Q6_K exact": stage["calls"]["Q6_K int8"] | {"precision": "exact"}}
+    result: dict[str, Any] = {
+        "stages": [],
+        "type_stages": [stage],
+        "small_layers": [],
+        "peak_resident_bytes": None,
+        "peers": {},
+    }
+    (line,) = [line for line in report.lines(result, []) if line.startswith("  Q6_K")]
+    assert line.split() == ["Q6_K", "250", "300", "250", "300", "1.20", "ahead", "(ggml", "Q6_K)"]
+
+
+@pytest.mark.parametrize("name", [name for group in weights.TYPES.values() for name in group])
+def test_types_hold_a_weight_nearly(name: str) -> None:
+    """Each has codes, scales and second numbers that give the dense weight back, to what its bits allow."""
+    dense = torch.randn(16, 512, generator=torch.Generator().manual_seed(0)) / 50
+    held = weights.type_of(name, dense)
+    held.check_values()
+    error = (q4.dequantize(held) - dense).square().sum() / dense.square().sum()
+    assert error < {"Q2_K": 0.15, "Q3_K": 0.06}.get(name, 0.02)
+
+
 def test_a_missing_peer_is_not_measured_instead_of_met() -> None:
     """Without peers nothing is compared, and the words say so."""
     stage = decode_stage()
@@ -152,3 +209,7 @@ def test_generation_is_judged_against_llama_cpp() -> None:
     alone = programs(81, 100)
     del alone[generate.LLAMA]
     assert {one.word for one in generate.judge({"threads": {"2": alone}})} == {"not measured"}
+    both = programs(250, 100) | {generate.IK_LLAMA: {"prefill": {"median": 230.0}}}
+    judged = generate.judge({"model": "gemma3", "threads": {"2": both}})
+    assert [one.word for one in judged] == ["met"] * 4 + ["MISSED"]
+    assert judged[-1].against == generate.IK_LLAMA

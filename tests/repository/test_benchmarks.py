@@ -200,6 +200,7 @@ def test_a_measured_run_writes_its_file_and_pictures(
     """``python -m benchmarks cpu`` ends with a file, its pictures and the verdicts, measured again or read again."""
     stages = [decode_stage(), prefill_stage(4), prefill_stage(64)]
     monkeypatch.setattr(plan, "measure", lambda *_: stages)
+    monkeypatch.setattr(plan, "measure_types", lambda *_: [])
     monkeypatch.setattr(peers, "facts", dict)
     monkeypatch.setattr(record, "BUILD", tmp_path)
     cpu_command.main(["--quick", "--only", "peers"])
