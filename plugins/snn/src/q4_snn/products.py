@@ -237,6 +237,9 @@ def _reason(handle: LayerHandle) -> str | None:
     backend: Any = handle.backend
     if refusal := find_refusal(backend, "spikes", handle.device, ("spikes", "spike_limit")):
         return refusal
+    spec = handle.layer.weight.spec
+    if spec is not None and "input_channel_scale" in spec.fields:  # what it multiplies is no spike
+        return "in-features have factors of their own"
 
     def probe() -> str | None:
         with torch.no_grad():
