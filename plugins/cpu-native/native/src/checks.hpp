@@ -31,9 +31,12 @@ inline bool has_sound_levels(const q4_matrix& m) {
     return is_whole;
 }
 
-// Whether super-blocks are whole groups, and divide a row.
+inline bool is_byte_type(int32_t type) { return type == Q4_U8 || type == Q4_I8; }
+
+// Whether super-blocks are whole groups of bytes, and divide a row.
 inline bool has_sound_super_blocks(const q4_matrix& m) {
     if (m.super_blocks == 0) return true;
+    if (!is_byte_type(m.scale_type) || (m.second != Q4_NONE && !is_byte_type(m.second_type))) return false;
     if (!is_size(m.super_blocks) || m.second == Q4_ZERO || (m.block == 16 && m.super_blocks % 2)) return false;
     return ceil_div(m.columns, m.block) % m.super_blocks == 0;
 }

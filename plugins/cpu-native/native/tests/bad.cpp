@@ -71,6 +71,9 @@ struct Everything {
         call.bias = bias.data(), call.family = Q4_A8, call.threads = 2;
     }
 
+    void super_blocks(int64_t count) {
+        matrix.super_blocks = count, matrix.scale_type = matrix.second_type = Q4_U8;
+    }
     int32_t measure() const { return q4_cpu_prepared_bytes(the_matrix) < 0 ? -1 : 0; }
     int32_t pack() const { return q4_cpu_pack(the_matrix, the_source, packed, threads); }
     int32_t unpack() const { return q4_cpu_unpack(the_matrix, unpacked, rows, count, codes, scale, second, threads); }
@@ -108,10 +111,13 @@ const Spoilt kSpoilt[] = {
     {"8 bits with a center between levels", ALL, [](Everything& e) { e.matrix.center = 0.5f, e.matrix.bits = 8, e.source.order = Q4_BYTES; }},
     {"unsigned nibbles", ALL, [](Everything& e) { e.matrix.is_unsigned = 1; }},
     {"bytes that are 2 of unsigned", ALL, [](Everything& e) { e.matrix.is_unsigned = 2, e.matrix.bits = 8, e.source.order = Q4_BYTES; }},
-    {"super-blocks that don't divide a row", ALL, [](Everything& e) { e.matrix.super_blocks = 2; }},
-    {"negative super-blocks", ALL, [](Everything& e) { e.matrix.super_blocks = -1; }},
-    {"super-blocks that cut a group", ALL, [](Everything& e) { e.matrix.block = 16, e.matrix.super_blocks = 1; }},
-    {"super-blocks with a zero", ALL, [](Everything& e) { e.matrix.second = Q4_ZERO, e.matrix.super_blocks = 3; }},
+    {"super-blocks that don't divide a row", ALL, [](Everything& e) { e.super_blocks(2); }},
+    {"negative super-blocks", ALL, [](Everything& e) { e.super_blocks(-1); }},
+    {"super-blocks that cut a group", ALL, [](Everything& e) { e.super_blocks(1), e.matrix.block = 16; }},
+    {"super-blocks with a zero", ALL, [](Everything& e) { e.super_blocks(3), e.matrix.second = Q4_ZERO; }},
+    {"super-blocks of float scales", ALL, [](Everything& e) { e.super_blocks(3), e.matrix.scale_type = Q4_F16; }},
+    {"super-blocks of float offsets", ALL, [](Everything& e) { e.super_blocks(3), e.matrix.second_type = Q4_F32; }},
+    {"super-blocks of e4m3 scales", ALL, [](Everything& e) { e.super_blocks(3), e.matrix.scale_type = Q4_E4M3; }},
     {"a center between levels", ALL, [](Everything& e) { e.matrix.center = 7.5f; }},
     {"a center beyond levels", ALL, [](Everything& e) { e.matrix.center = 256.0f; }},
     {"a center that is no number", ALL, [](Everything& e) { e.matrix.center = std::numeric_limits<float>::quiet_NaN(); }},
@@ -127,7 +133,7 @@ const Spoilt kSpoilt[] = {
     {"no codes", PACK, [](Everything& e) { e.source.codes = nullptr; }},
     {"no scale", PACK, [](Everything& e) { e.source.scale = nullptr; }},
     {"no offset", PACK, [](Everything& e) { e.source.second = nullptr; }},
-    {"no numbers of super-blocks", PACK, [](Everything& e) { e.matrix.super_blocks = 3; }},
+    {"no numbers of super-blocks", PACK, [](Everything& e) { e.super_blocks(3); }},
     {"groups of no bytes", PACK, [](Everything& e) { e.source.group_bytes = 0; }},
     {"groups of negative bytes", PACK, [](Everything& e) { e.source.group_bytes = -1; }},
     {"order 4", PACK, [](Everything& e) { e.source.order = Q4_BYTES + 1; }},
