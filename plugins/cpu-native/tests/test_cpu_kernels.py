@@ -16,6 +16,7 @@ import torch
 import q4core as q4
 from q4_cpu_native import CpuNative
 from q4_cpu_native.tables import table_of, words_of
+from q4core.extension import LayerHandle
 from tests.support import samples
 from tests.support.cpu_layers import layer_on, quantised, random_weight
 from tests.support.limits import scaled
@@ -156,7 +157,10 @@ def test_wide_codes_keep_their_values(backend: CpuNative, format_: str, zero: to
         changes["zero"] = None if zero is None else given.to(zero)
     weight = samples.random_weight(format_, 40, 384, block=block, **changes)
     decoded = q4.dequantize(weight, torch.float64)
-    terms = 512 * weight.resolved_scale().abs().max()
+    # A weight's term, at most 255 scales, is rounded four times: the step of x, times that, times the scale, plus the
+    # offset (before the scale: less the zero). An offset is rounded three times. Each is by 2^-24; products
+    # of two roundings fit between 255 and 256.
+    terms = 256 * weight.resolved_scale().abs().max()
     offset = weight.resolved_offset()
     terms += 0 if offset is None else offset.abs().max().float()
     for precision in ("exact", "int16", "int8"):
@@ -164,6 +168,29 @@ def test_wide_codes_keep_their_values(backend: CpuNative, format_: str, zero: to
         assert float((y.double().T - decoded).abs().max()) <= 2**-22 * float(terms)
         if precision == "exact" and offset is None:
             assert torch.equal(y.T, q4.dequantize(weight))
+
+
+@pytest.mark.parametrize("block", [16, 32, 96])
+@pytest.mark.parametrize("format_", ["q8_0", "q8_affine", "int8"])
+@pytest.mark.parametrize("seed", range(3))
+def test_codes_of_six_bits_have_the_bits_of_wider_ones(backend: CpuNative, format_: str, block: int, seed: int) -> None:
+    """Codes of 5 and 6 bits are known as such, and a row of theirs gives the same next to one that has wider codes."""
+    weight = samples.random_weight(format_, 41, 384, block=block)
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 64, (41, 384), dtype=torch.uint8, generator=generator)
+    codes[:2, ::3], codes[:2, 1::3] = 63, 0  # the ends
+    codes = codes - 32 if format_ == "q8_0" else codes
+    wide = codes.clone()
+    wide[40] = 127
+    x = torch.randn(70, 384, generator=generator) * torch.logspace(-2, 2, 70)[:, None]
+    layers = [layer_on(backend, attrs.evolve(weight, qdata=item), "int8") for item in (codes, wide)]
+    assert [LayerHandle(layer).prepared.meta.is_short for layer in layers] == [True, False]
+    for rows in (1, 2, 4, 7, 70):
+        short, other = (layer(x[:rows]) for layer in layers)
+        assert torch.equal(short[:, :40], other[:, :40])
+    assert torch.equal(layers[0].packed_weight().qdata, codes)
+    meta = LayerHandle(layers[0]).prepared.meta
+    assert backend.meta_from(backend.describe(meta)) == meta
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -49,7 +49,7 @@ typedef struct {
     int64_t rows;             /* N */
     int64_t columns;          /* K */
     int64_t block;            /* in-features per scale: 16 or a multiple of 32 */
-    int64_t super_blocks;     /* blocks per super-block: a divisor of a row's, even where block is 16; 0 without, or for ZERO */
+    int64_t super_blocks;     /* blocks per super-block, of U8 or I8: a divisor of a row's, even where block is 16; 0 without or for ZERO */
     int32_t bits;             /* 4 or 8 */
     int32_t scale_type;       /* q4_type */
     int32_t second;           /* q4_second */
@@ -58,7 +58,8 @@ typedef struct {
     float codebook[16];       /* value of each 4-bit code; unused for 8 bits */
     /* w4a8: value of code q is step * (level[q] - center); exact where the codebook is a multiple of whole numbers.
      * center is whole; where a 4-bit level is above 24 it is 128, and no level is 0. With a second number step is 1, and the
-     * codebook is level - center. For 8 bits without one it is 128, too. */
+     * codebook is level - center. For 8 bits without one it is 128, too. For 8 bits level[0] and level[1] are the
+     * least and the largest level of any code, or level[1] is 0 where these are not known; codes beyond them give wrong numbers. */
     uint8_t level[16];
     float center;
     float step;

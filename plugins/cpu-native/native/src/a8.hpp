@@ -11,6 +11,7 @@ template <class V, int Kind, int Second, int ScaleType, bool Bytes> struct A8Cod
     const uint8_t* codes;
     Q4_INLINE typename V::Ints levels(int step, int part) const {
         const int lane = part * V::kLanes * 4;
+        if constexpr (Kind == V::kShort) return table.bytes(V::line(codes + step * 64 + lane));
         if constexpr (Bytes) return V::byte_levels(V::line(codes + step * 64 + lane));
         const auto line = V::line(codes + step / 2 * 64 + lane);
         return step % 2 ? table.high(line) : table.low(line);

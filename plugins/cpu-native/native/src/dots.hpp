@@ -14,6 +14,11 @@ template <class Dot, int Rows> struct EachRow {
     }
     // Two steps of a chunk: the levels of its in-features 4 * step … + 3, and of the next four.
     template <class Ints> Q4_INLINE void add(Ints first, Ints others, const int8_t* x, int step) {
+        if constexpr (Dot::kIsPaired) {
+#pragma GCC unroll 16
+            for (int r = 0; r < Rows; ++r) dot[r].add_two(first, others, x + r * kChunk + step * 4);
+            return;
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r) dot[r].add(first, x + r * kChunk + step * 4);
 #pragma GCC unroll 16

@@ -92,6 +92,12 @@ static inline bool has_wide_levels(const q4_matrix& m) {
     return m.bits == 8 || *std::max_element(m.level, m.level + 16) > kNarrowLevel;
 }
 
+// Bytes whose levels are 64 in a row, or fewer: those of 5 and 6 bits. AVX2 multiplies them as unsigned numbers above the first.
+constexpr int kShortRange = 63;
+static inline bool has_short_bytes(const q4_matrix& m) {
+    return m.bits == 8 && m.level[1] && m.level[1] >= m.level[0] && m.level[1] - m.level[0] <= kShortRange;
+}
+
 // What a byte of a tile lacks to the value of its 8-bit code.
 static inline float byte_base(const q4_matrix& m) { return 128.0f - m.center; }
 

@@ -23,12 +23,15 @@ template <class Pick> auto with_form(const q4_matrix& m, const Pick& pick) {
 }
 
 // The same with (kind of levels, whether a block is half a chunk).
-template <class V, class Pick> auto with_levels(const q4_matrix& m, const Pick& pick) {
+template <class V, bool Bytes, class Pick> auto with_levels(const q4_matrix& m, const Pick& pick) {
     const auto with_halves = [&](auto kind) {
         return m.block == 16 ? pick(kind, std::true_type{}) : pick(kind, std::false_type{});
     };
-    if (V::kKinds == 1 || has_wide_levels(m)) return with_halves(std::integral_constant<int, V::kWide>{});
-    return with_halves(std::integral_constant<int, V::kNarrow>{});
+    if constexpr (Bytes && V::kShort >= 0)
+        if (has_short_bytes(m)) return with_halves(std::integral_constant<int, V::kShort>{});
+    if constexpr (!Bytes && V::kKinds > 1)
+        if (!has_wide_levels(m)) return with_halves(std::integral_constant<int, V::kNarrow>{});
+    return with_halves(std::integral_constant<int, V::kWide>{});
 }
 
 // The same for pairs of levels, of a matrix with this form.
@@ -63,11 +66,10 @@ template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int3
         constexpr int kSecond = decltype(second)::value;
         constexpr bool kBytes = decltype(bytes)::value;
         if (family == Q4_A8)
-            return with_levels<V>(m, [&](auto kind, auto halves) {
-                return with_scale<decltype(second)::value>(m, [](auto scale) -> DirectKernel {
-                    constexpr int kKind = decltype(bytes)::value ? V::kWide : decltype(kind)::value;
-                    return a8_direct<V, Rows, kKind, decltype(second)::value, decltype(scale)::value, decltype(bytes)::value,
-                                     decltype(halves)::value>;
+            return with_levels<V, kBytes>(m, [&](auto kind, auto halves) {
+                return with_scale<kSecond>(m, [](auto scale) -> DirectKernel {
+                    return a8_direct<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(scale)::value,
+                                     decltype(bytes)::value, decltype(halves)::value>;
                 });
             });
         if (family == Q4_A16)
@@ -93,8 +95,8 @@ template <class V> PanelDecoder decoder(const q4_matrix& m, int32_t family) {
         constexpr int kSecond = decltype(second)::value;
         constexpr bool kBytes = decltype(bytes)::value;
         if (family == Q4_A8)
-            return with_levels<V>(m, [](auto kind, auto halves) -> PanelDecoder {
-                return a8_decode<V, kBytes ? V::kWide : decltype(kind)::value, kSecond, kBytes, decltype(halves)::value>;
+            return with_levels<V, kBytes>(m, [](auto kind, auto halves) -> PanelDecoder {
+                return a8_decode<V, decltype(kind)::value, kSecond, kBytes, decltype(halves)::value>;
             });
         if (family == Q4_A16)
             return with_pairs<V, kSecond, kBytes>(m, [](auto kind, auto halves) -> PanelDecoder {
@@ -116,7 +118,7 @@ template <class V, int Rows> PanelKernel panel_kernel(const q4_matrix& m, int32_
             return with_pairs<V, decltype(second)::value, decltype(bytes)::value>(m, [](auto kind, auto halves) -> PanelKernel {
                 return a16_panel<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(halves)::value>;
             });
-        return with_levels<V>(m, [](auto kind, auto halves) -> PanelKernel {
+        return with_levels<V, decltype(bytes)::value>(m, [](auto kind, auto halves) -> PanelKernel {
             return a8_panel<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(halves)::value>;
         });
     });
@@ -162,6 +164,7 @@ template <class V> Kernels make_kernels() {
             {V::kExactPanelFrom, V::kA8PanelFrom, V::kA16PanelFrom},
             {V::kExactPanelRows, V::kA8PanelRows, V::kA16PanelRows},
             V::kIsWideSigned,
+            V::kShort >= 0,
             widen_chunk<V>,
             quantize_chunk<V>,
             quantize_word_chunk<V>,

@@ -14,7 +14,7 @@ struct Avx2 {
     static constexpr int kExactPanelRows = 6, kA8PanelRows = 4, kA16PanelRows = 4;
     static constexpr int kA8Parts = 2, kA16Parts = 2;  // each broadcast of activations serves 16 rows
     static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 12, kA16PanelFrom = 6;
-    static constexpr int kKinds = 2, kNarrow = 0, kWide = 1;
+    static constexpr int kKinds = 2, kNarrow = 0, kWide = 1, kShort = 2;
     static constexpr bool kIsWideSigned = true;
     using Floats = __m256;
     using Ints = __m256i;
@@ -154,15 +154,18 @@ struct Avx2 {
         explicit Levels(const uint8_t* level) {
             __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(level));
             if (Kind == kWide) bytes = _mm_xor_si128(bytes, _mm_set1_epi8(-128));  // a wide table's centre is 128
-            table = _mm256_broadcastsi128_si256(bytes);
+            table = Kind == kShort ? _mm256_set1_epi8(static_cast<int8_t>(128 - level[0])) : _mm256_broadcastsi128_si256(bytes);
         }
+        Ints bytes(Ints line) const { return _mm256_add_epi8(line, table); }  // short ones, less the first
         Ints low(Ints line) const { return _mm256_shuffle_epi8(table, _mm256_and_si256(line, _mm256_set1_epi8(15))); }
         Ints high(Ints line) const { return low(_mm256_srli_epi16(line, 4)); }
     };
     static Ints byte_levels(Ints line) { return line; }
     // Narrow levels are unsigned and at most 24: four sums of two products stay below 2^15.
     // Wide ones are signed: their signs go to the activations, and two products of 128 * 127 stay below 2^15.
+    // Short ones are unsigned and at most 63: two sums of two products stay below 2^15.
     template <int Kind> struct Dot {
+        static constexpr bool kIsPaired = Kind == kShort;
         __m256i sum, sixteen;
         void begin(int32_t start) {
             sum = _mm256_set1_epi32(start);
@@ -178,6 +181,13 @@ struct Avx2 {
                 const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(levels), _mm256_sign_epi8(wide_x, levels));
                 sum = in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
             }
+        }
+        void add_two(Ints first, Ints others, const int8_t* x) {
+            int32_t four, next;
+            __builtin_memcpy(&four, x, 4), __builtin_memcpy(&next, x + 4, 4);
+            const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(first, _mm256_set1_epi32(four)),
+                                                   _mm256_maddubs_epi16(others, _mm256_set1_epi32(next)));
+            sum = in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
         }
         // After at most four narrow additions.
         void half() {

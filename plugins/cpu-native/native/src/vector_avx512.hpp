@@ -15,7 +15,7 @@ struct Avx512 {
     static constexpr int kA8Parts = 1, kA16Parts = 1;
     // One operation decodes, so that the exact path gains nothing from a panel.
     static constexpr int64_t kExactPanelFrom = INT64_MAX, kA8PanelFrom = 48, kA16PanelFrom = 48;
-    static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;  // one instruction serves all levels
+    static constexpr int kKinds = 1, kNarrow = 0, kWide = 0, kShort = -1;  // one instruction serves all levels
     static constexpr bool kIsWideSigned = false;
     using Floats = __m512;
     using Ints = __m512i;
@@ -119,6 +119,7 @@ struct Avx512 {
     };
     static Ints byte_levels(Ints line) { return _mm512_xor_si512(line, _mm512_set1_epi8(-128)); }
     template <int Kind> struct Dot {
+        static constexpr bool kIsPaired = false;
         __m512i sum;
         void begin(int32_t start) { sum = _mm512_set1_epi32(start); }
         void add(Ints levels, const int8_t* x) {

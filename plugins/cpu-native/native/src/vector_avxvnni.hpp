@@ -7,7 +7,7 @@ namespace q4 {
 namespace {
 
 struct AvxVnni : Avx2 {
-    static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;  // one instruction serves all levels
+    static constexpr int kKinds = 1, kNarrow = 0, kWide = 0, kShort = -1;  // one instruction serves all levels
     static constexpr bool kIsWideSigned = false;
     static constexpr bool kHasSingle = false;  // not measured
 
@@ -16,6 +16,7 @@ struct AvxVnni : Avx2 {
     };
     static Ints byte_levels(Ints line) { return _mm256_xor_si256(line, _mm256_set1_epi8(-128)); }
     template <int Kind> struct Dot {
+        static constexpr bool kIsPaired = false;
         __m256i sum;
         void begin(int32_t start) { sum = _mm256_set1_epi32(start); }
         void add(Ints levels, const int8_t* x) {

@@ -17,7 +17,7 @@ struct NeonDotprod {
     static constexpr int kExactPanelRows = 6, kA8PanelRows = 8, kA16PanelRows = 8;
     static constexpr int kA8Parts = 1, kA16Parts = 1;
     static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 8, kA16PanelFrom = 8;
-    static constexpr int kKinds = 1, kNarrow = 0, kWide = 0;
+    static constexpr int kKinds = 1, kNarrow = 0, kWide = 0, kShort = -1;
     static constexpr bool kIsWideSigned = true;  // sdot takes signed levels, and not every machine has usdot
     using Floats = float32x4_t;
     using Ints = uint8x16_t;

@@ -59,6 +59,9 @@ void choose_codes(Random& r, q4_matrix& m, bool is_whole, bool is_extreme) {
     if (m.bits == 8) {
         for (float& value : m.codebook) value = static_cast<float>(r.between(-9, 9));  // must not matter
         for (uint8_t& level : m.level) level = static_cast<uint8_t>(r.next());
+        const bool is_short = r.chance(0.6);
+        m.level[0] = static_cast<uint8_t>(r.of<int64_t>({0, 96, 112, 192, 128, r.between(0, 192)}));
+        m.level[1] = static_cast<uint8_t>(is_short ? m.level[0] + r.of<int64_t>({1, 15, 31, 63, 63}) : 0);
         m.is_unsigned = r.chance(0.5);
         m.center = static_cast<float>(m.second == Q4_NONE || r.chance(0.3) ? 128 : r.chance(0.7) ? 0 : r.between(0, 255));
         return;
@@ -211,6 +214,9 @@ void choose_source(Random& r, Memory& memory, Case& c) {
     const int64_t highest = std::max_element(m.level, m.level + 16) - m.level;
     const auto code = static_cast<uint64_t>((c.is_extreme ? highest : r.between(0, 15)) * 17);
     for (int64_t i = 0; i < span; ++i) codes[i] = static_cast<uint8_t>(is_one_code ? code : r.next());
+    if (m.bits == 8 && m.level[1])  // all levels, or one of the ends
+        for (int64_t i = 0, count = m.level[1] - m.level[0] + 1, one = r.chance(0.5) ? 0 : count - 1; i < span; ++i)
+            codes[i] = static_cast<uint8_t>(m.level[0] + (is_one_code ? one : codes[i] % count) - (m.is_unsigned ? 0 : 128));
     s.codes = codes + origin;
     s.scale = place_numbers(r, memory, c, false, s.scale_row, s.scale_block);
     if (m.super_blocks) s.super_scale = place_supers(r, memory, c, false, s.super_scale_step);

@@ -37,8 +37,8 @@ SMALL_BLOCK, CHUNK = 16, 32
 _NONE, _OFFSET, _ZERO = 0, 1, 2
 _ORDERS = {NibbleOrder.LOW_FIRST: 0, NibbleOrder.HIGH_FIRST: 1, NibbleOrder.HALF_SPLIT: 2, NibbleOrder.BYTES: 3}
 _INPUTS = frozenset({"input_permutation", "input_channel_scale"})
-_SIGNED_CENTER = 128.0
-"""The level of an 8-bit zero in two's complement."""
+_BYTE_MIDDLE, _SHORT = 128, 64
+"""The level of an 8-bit zero in two's complement; the number of levels of 6 bits."""
 
 
 @attrs.frozen
@@ -77,6 +77,8 @@ class TileMeta:
     spec: WeightSpec
     scale_dtype: torch.dtype
     second_dtype: torch.dtype | None
+    is_short: bool = False
+    """Whether 8-bit codes are those of 6 bits or fewer, for which there are faster kernels."""
 
     @classmethod
     def of(cls, weight: PackedWeight) -> TileMeta:
@@ -87,7 +89,7 @@ class TileMeta:
             scale_dtype = torch.float32
         elif weight.scale_kind is ScaleKind.SUPER_BLOCK and not _has_whole_groups(weight):
             scale_dtype, second_dtype = torch.float32, None if second is None else torch.float32
-        return cls(WeightSpec.of(weight), scale_dtype, second_dtype)
+        return cls(WeightSpec.of(weight), scale_dtype, second_dtype, _are_short(weight))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as what JSON holds."""
@@ -97,6 +99,7 @@ class TileMeta:
             "spec": json.loads(self.spec.to_json()),
             "scale_dtype": names[self.scale_dtype],
             "second_dtype": None if self.second_dtype is None else names[self.second_dtype],
+            "is_short": self.is_short,
         }
 
     @classmethod
@@ -114,13 +117,19 @@ class TileMeta:
             ScaleKind.DOUBLE_QUANT: ("float32",),
             ScaleKind.SUPER_BLOCK: ("float32", "uint8", "int8") if _are_whole_groups(spec) else ("float32",),
         }.get(spec.scale_kind, dtypes)
-        rules = (("layout", (_LAYOUT,)), ("scale_dtype", scales), ("second_dtype", dtypes if has_second else (None,)))
+        facts = {"is_short": False} | facts  # what earlier versions stored
+        rules = (
+            ("is_short", (False, True)),
+            ("layout", (_LAYOUT,)),
+            ("scale_dtype", scales),
+            ("second_dtype", dtypes if has_second else (None,)),
+        )
         for name, known in rules:
             if (value := facts.get(name)) not in known:
                 rule = f"one of {', '.join(map(str, known))}"
                 hint = "Prepare the weight again with this version of q4-cpu-native."
                 raise ConfigError("cpu-native's prepared weight", name=name, rule=rule, value=value, hint=hint)
-        return cls(spec, _DTYPES[facts["scale_dtype"]], _DTYPES.get(facts["second_dtype"]))
+        return cls(spec, _DTYPES[facts["scale_dtype"]], _DTYPES.get(facts["second_dtype"]), bool(facts["is_short"]))
 
     @property
     def is_resolved(self) -> bool:
@@ -194,11 +203,33 @@ def _is_signed(spec: WeightSpec) -> bool:
     return spec.format.form is Form.CODEBOOK and spec.format.codebook[-1] < 0
 
 
+def _are_short(weight: PackedWeight) -> bool:
+    """Return whether 8-bit codes lie where those of 6 bits do."""
+    if weight.format.bits != 8:  # noqa: PLR2004  # or 4
+        return False
+    spec = WeightSpec.of(weight)
+    codes = weight.qdata.view(torch.int8) if _is_signed(spec) else weight.qdata
+    least, most = _short_levels(spec)
+    shift = _BYTE_MIDDLE if _is_signed(spec) else 0
+    for part in (codes[:CHUNK], codes):  # most that are not say so at once
+        low, high = part.aminmax()
+        if int(low) + shift < least or int(high) + shift > most:
+            return False
+    return True
+
+
+def _short_levels(spec: WeightSpec) -> tuple[int, int]:
+    """Return the least and the largest level of codes of 6 bits: those with a sign lie around the middle."""
+    start = _BYTE_MIDDLE - _SHORT // 2 if _is_signed(spec) else 0
+    return start, start + _SHORT - 1
+
+
 def _bytes_table(meta: TileMeta) -> Table:
-    """Return the level of zero of 8-bit codes, which need no table."""
+    """Return the level of zero of 8-bit codes, and the range of their levels where that is short."""
     spec = meta.spec
     middle = spec.format.middle if spec.format.form is Form.INTEGER and meta.second_field is None else 0.0
-    return Table((0,) * 16, _SIGNED_CENTER if _is_signed(spec) else float(middle), 1.0, None)
+    levels = _short_levels(spec) if meta.is_short else (0, 0)
+    return Table((*levels, *(0,) * 14), float(_BYTE_MIDDLE if _is_signed(spec) else middle), 1.0, None)
 
 
 @functools.lru_cache(maxsize=1024)
