@@ -23,7 +23,7 @@ from q4core import (
     Session,
 )
 
-FORMATS = ("nf4", "fp4", "q4_0", "q4_1", "int4")
+FORMATS = ("nf4", "fp4", "q4_0", "q4_1", "iq4_nl", "int4")
 INTERPRETED = Facts(torch_cuda=None, is_cuda_available=False, driver=None, triton=None, is_interpreted=True)
 """Where the manifest declares the CPU."""
 LONG = {

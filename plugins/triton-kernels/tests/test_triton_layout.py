@@ -104,6 +104,6 @@ def test_kinds_of_codes() -> None:
     """Integers and E2M1 numbers are known as such; what is neither is looked up."""
     specs = {name: WeightSpec.of(recipe.build()) for name, recipe in RECIPES.items()}
     assert {name for name, spec in specs.items() if codes_kind(spec) == 1} == {"nvfp4", "nvfp4_plain", "mxfp4"}
-    assert (codes_kind(specs["nf4"]), codes_kind(specs["fp4"])) == (0, 3)
+    assert (codes_kind(specs["nf4"]), codes_kind(specs["fp4"]), codes_kind(specs["iq4_nl"])) == (0, 3, 3)
     bases = {name: code_base(spec) for name, spec in specs.items() if codes_kind(spec) == 2}
     assert bases == {"q4_0": 8, "q4_1": 0, "int4": 8, "int4_zero": 0, "int4_float_zero": 0}

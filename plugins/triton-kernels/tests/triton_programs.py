@@ -30,6 +30,7 @@ RECIPES = {
     "fp4": WeightRecipe(format="fp4"),
     "q4_0": WeightRecipe(format="q4_0"),
     "q4_1": WeightRecipe(format="q4_1"),
+    "iq4_nl": WeightRecipe(format="iq4_nl"),
     "int4": WeightRecipe(format="int4"),
     "int4_zero": WeightRecipe(format="int4", features={Feature.ZERO_POINT}),
     "int4_float_zero": WeightRecipe(format="int4", features={Feature.FLOAT_ZERO_POINT}),

@@ -1,4 +1,4 @@
-"""NF4, FP4, Q4_0, Q4_1 and INT4 on CUDA GPUs."""
+"""NF4, FP4, Q4_0, Q4_1, IQ4_NL and INT4 on CUDA GPUs."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ __all__ = ["Nf4Cuda"]
 
 
 class Nf4Cuda(WeightOnlyBackend):
-    """NF4, FP4, Q4_0, Q4_1 and INT4; double-quantised scales are resolved by the core before."""
+    """NF4, FP4, Q4_0, Q4_1, IQ4_NL and INT4; scales of two levels are resolved by the core before."""
 
     name = "nf4-cuda"
-    formats = frozenset({"nf4", "fp4", "q4_0", "q4_1", "int4"})
+    formats = frozenset({"nf4", "fp4", "q4_0", "q4_1", "iq4_nl", "int4"})
