@@ -7,8 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import q4core as q4
+from benchmarks.cpu import ours
+from benchmarks.weights import TYPES, type_of
+from q4_gguf.ggml import find_type
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = (ROOT / "docs/support.md").read_text(encoding="utf-8")
@@ -48,6 +52,28 @@ def test_what_is_refused_by_name_has_no_reader(name: str) -> None:
     """A dialect that the page calls refused is none that can be read."""
     assert name.upper() in SUPPORT
     assert not any(name == dialect.name.partition("-")[0] for dialect in q4.dialects() if dialect.formats)
+
+
+def _held(name: str) -> float:
+    """Return how many bits of a weight cpu-native holds for each number."""
+    dense = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    plain = name in {"Q4_0", "Q4_1"}
+    weight = q4.quantize(dense, name.lower()) if plain else type_of(name, dense)
+    config = q4.SessionConfig(device="cpu", backend="cpu-native", activation_precision="exact")
+    return q4.Q4Linear(weight, config=config).diagnostics().prepared_bytes * 8 / dense.numel()
+
+
+def test_memory_of_each_type_of_gguf_is_what_is_held() -> None:
+    """The table has the file's bits by ggml's own sizes of blocks, and what a layer reports."""
+    if ours.isa() == "none":
+        pytest.skip("cpu-native is not built here")
+    rows = _rows("Memory of GGUF's types")
+    sizes = {kind.name: kind.block_bytes * 8 / kind.block_size for kind in map(find_type, range(40)) if kind}
+    assert {row[0] for row in rows} == {*TYPES["K-quants"], *TYPES["other types of GGUF"], "Q4_0", "Q4_1"}
+    for name, stored, held, ratio in rows:
+        assert float(stored) == sizes[name]
+        assert float(held) == _held(name)
+        assert float(ratio) == pytest.approx(float(held) / float(stored), abs=0.006)
 
 
 def test_figures_of_precision_are_stored() -> None:
