@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from q4core.checkpoint.contract import CheckpointSource
-    from q4core.schema import TensorInfo
+    from q4core.schema import LayerSchema, TensorInfo
 
 
 class Checkpoint(Mapping[str, PackedWeight]):
@@ -88,7 +88,7 @@ class Checkpoint(Mapping[str, PackedWeight]):
                     weight = source.read(module)
                     weight.check_values()
             except (WeightError, DialectError, FormatError) as error:
-                raise self._blame(module, error) from error
+                raise _blame(self.schema.layers[module], self.path, error) from error
             self._alive[module] = weight
         return weight
 
@@ -124,14 +124,15 @@ class Checkpoint(Mapping[str, PackedWeight]):
         dialects = ", ".join(self.schema.dialects) or "no dialect"
         return f"Checkpoint({str(self.path)!r}, {counted(len(self), 'layer')} in {dialects}{state})"
 
-    def _blame(self, module: str, error: Q4Error) -> CheckpointError:
-        """Say the same of the file: the field becomes the key under which the file has it."""
-        field, bracket, place = (error.name or "").partition("[")
-        name = self.schema.layers[module].keys.get(field, field or module) + bracket + place
-        facts: dict[str, Any] = {"rule": error.rule or str(error), "where": str(self.path), "hint": error.hint}
-        if error.has_value:
-            facts["value"] = error.value
-        return CheckpointError(f"layer {module!r}", name=name, **facts)
+
+def _blame(layer: LayerSchema, path: Path, error: Q4Error) -> CheckpointError:
+    """Say the same of the file: the field becomes the key under which the file has it."""
+    field, bracket, place = (error.name or "").partition("[")
+    name = layer.keys.get(field, field or layer.module) + bracket + place
+    facts: dict[str, Any] = {"rule": error.rule or str(error), "where": str(path), "hint": error.hint}
+    if error.has_value:
+        facts["value"] = error.value
+    return CheckpointError(f"layer {layer.module!r}", name=name, **facts)
 
 
 @contextlib.contextmanager
@@ -166,8 +167,14 @@ class DenseTensors(Mapping[str, "torch.Tensor"]):
         source = self._checkpoint.source
         if name not in self.infos:
             raise KeyError(f"no dense tensor {name!r} in {self._checkpoint.path}")
-        with _reading(f"tensor {name!r}", self._checkpoint.path, self.infos[name].nbytes):
-            return source.load(name)
+        path, decoded = self._checkpoint.path, self._checkpoint.schema.decoded
+        try:
+            with _reading(f"tensor {name!r}", path, self.infos[name].nbytes):
+                return source.load(name)
+        except (WeightError, DialectError, FormatError) as error:
+            if name not in decoded:
+                raise
+            raise _blame(decoded[name], path, error) from error
 
     def __contains__(self, name: object) -> bool:
         """Return whether there is a dense tensor of that name, without loading it."""
