@@ -24,6 +24,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/nf4-cuda": None,
     "plugins/nn": 5_600,
     "plugins/nvfp4-native": None,
+    "plugins/onnx": None,
     "plugins/programs": 1_900,
     "plugins/quantize": 1_100,
     "plugins/safetensors": 1_230,

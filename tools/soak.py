@@ -25,7 +25,7 @@ OPTIONS = ["-v", "-nauto", "--maxprocesses=8", "--durations=20"]
 PARTS = {
     "contract": ["tests"],
     "kit": ["conformance"],
-    "files": ["plugins/safetensors", "plugins/gguf"],
+    "files": ["plugins/safetensors", "plugins/gguf", "plugins/onnx"],
     "actors": ["plugins/actors"],
     "networks": ["plugins/lm", "plugins/nn"],
     "cpu-native": ["plugins/cpu-native"],

@@ -34,7 +34,7 @@ __all__ = [
 
 # What is compared here is how files are read and what their numbers are: by the reference, whatever else is installed.
 # A conftest of tests that need no other library does not import this module.
-os.environ["Q4_PLUGINS"] = "dialects,gguf,lm,nn,safetensors"
+os.environ["Q4_PLUGINS"] = "dialects,gguf,lm,nn,onnx,safetensors"
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
