@@ -136,12 +136,14 @@ def _file_error(path: Path, fitting: list[str], asked: list[str], plugins: Mappi
 
 
 def _kind(path: Path) -> str | None:
-    """Return the plugin that reads such files: ``safetensors`` or ``gguf``; None for others."""
+    """Return the plugin that reads such files: ``safetensors``, ``gguf`` or ``onnx``; None for others."""
     if path.is_dir() or path.name.endswith(_SAFETENSORS):
         return "safetensors"
     with open_regular(path) as file:
         head = file.read(9)
-    return "gguf" if head[:4] == b"GGUF" else "safetensors" if head[8:] == b"{" else None
+    if head[:4] == b"GGUF":
+        return "gguf"
+    return "safetensors" if head[8:] == b"{" else "onnx" if path.suffix == ".onnx" else None
 
 
 def way_to(plugin: str, plugins: Mapping[str, str]) -> str:

@@ -109,11 +109,14 @@ def test_file_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     assert caught.value.hint is None
 
 
-@pytest.mark.parametrize(("name", "plugin"), [("x.safetensors", "safetensors"), ("x", "safetensors"), ("y", "gguf")])
+@pytest.mark.parametrize(
+    ("name", "plugin"), [("x.safetensors", "safetensors"), ("x", "safetensors"), ("y", "gguf"), ("z.onnx", "onnx")]
+)
 @pytest.mark.parametrize("state", [None, "unknown", "disabled", "failed", "loaded"])
 def test_missing_reader_is_named_with_the_way_to_it(name: str, plugin: str, state: str | None, tmp_path: Path) -> None:
     """A file of a kind that a plugin reads: install it, let it in, or see why it does not work, as is true."""
-    (tmp_path / name).write_bytes(b"GGUF...." if plugin == "gguf" else b"\2\0\0\0\0\0\0\0{}")
+    content = {"safetensors": b"\2\0\0\0\0\0\0\0{}", "gguf": b"GGUF....", "onnx": b"\x08\x0a\x12\x00"}
+    (tmp_path / name).write_bytes(content[plugin])
     with pytest.raises(q4.CheckpointError) as caught:
         open_checkpoint(tmp_path / name, plugins={} if state is None else {plugin: state})
     assert caught.value.hint is not None
