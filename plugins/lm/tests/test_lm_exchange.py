@@ -236,11 +236,9 @@ def test_a_folder_becomes_a_file_and_back(kind: str, tmp_path: Path, capsys: pyt
             assert torch.equal(q4.dequantize(before[name], torch.float32), q4.dequantize(after[name], torch.float32))
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"), [({"model_type": "phi3"}, "model_type"), ({"attention_bias": True}, "attention_out_bias")]
-)
+@pytest.mark.parametrize("changes", [{"model_type": "phi3"}, {"attention_bias": True}])
 def test_what_a_header_can_not_say_is_refused(
-    changes: dict[str, Any], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A model of which a file would say something else is named with the fact, and nothing is written."""
     facts = {**SIZES, "model_type": "llama", "num_hidden_layers": 1}
@@ -249,7 +247,7 @@ def test_what_a_header_can_not_say_is_refused(
     packed = {"model.layers.0.mlp.up_proj": q4.quantize(state.pop("model.layers.0.mlp.up_proj.weight"), "q4_1")}
     q4.save_checkpoint(tmp_path / "one", packed, dialect="mlx", dense=state, config={**facts, **changes})
     words = ["convert", tmp_path / "one", tmp_path / "two.gguf", "--dialect", "gguf"]
-    assert answer(capsys, *words, status=2)["error"]["name"] in {name, "attention_bias"}
+    assert answer(capsys, *words, status=2)["error"]["name"] == "tensor"
     assert not (tmp_path / "two.gguf").exists()
 
 

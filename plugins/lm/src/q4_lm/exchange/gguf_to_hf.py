@@ -23,13 +23,10 @@ if TYPE_CHECKING:
     from q4_lm.models.config import TransformerConfig
     from q4core import Checkpoint
 
-__all__ = ["GEMMA", "PARTS", "HfFolder", "LazyItems", "to_hf_folder"]
+__all__ = ["GEMMA", "HfFolder", "LazyItems", "to_hf_folder"]
 
 GEMMA = frozenset({"gemma2", "gemma3"})
 """Kinds whose converter adds to norms the 1 that the model adds."""
-PARTS = frozenset({"granite", "llama", "smollm3"})
-"""Kinds of whose q and k a converter interleaves the rows of a head."""
-
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 
 

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from q4_lm.models.transformer import Transformer
     from q4core import Checkpoint, Session
 
-__all__ = ["build_from_hf"]
+__all__ = ["IGNORED", "build_from_hf", "has_other_head"]
 
-_IGNORED = ("pooler.", "bert.pooler.", "cls.", "embeddings.position_ids", "bert.embeddings.position_ids")
+IGNORED = ("pooler.", "bert.pooler.", "cls.", "embeddings.position_ids", "bert.embeddings.position_ids")
+"""Beginnings of names that no model here needs."""
 
 
 def build_from_hf(folder: str | Path, session: Session) -> Transformer:
@@ -49,7 +50,7 @@ def build_from_hf(folder: str | Path, session: Session) -> Transformer:
             "model config", name="model_type", rule=rule, value="gpt_oss", where=str(folder), hint=hint
         )
     with q4.open(folder) as checkpoint:
-        if config.causal and config.tie_word_embeddings and _has_other_head(checkpoint, config):
+        if config.causal and config.tie_word_embeddings and has_other_head(checkpoint, config):
             what = f"the head of {folder}: config.json says tie_word_embeddings, but its weights are not those of the "
             what += "embedding. Both are used as they are stored; set tie_word_embeddings to false in config.json."
             warn_once(str(folder), q4.Q4Warning, what)
@@ -59,13 +60,13 @@ def build_from_hf(folder: str | Path, session: Session) -> Transformer:
             ours=functools.partial(from_hf_name, config=config),
             theirs=functools.partial(to_hf_name, config=config),
             fused=functools.partial(fused_parts, config=config),
-            ignored=_IGNORED,
+            ignored=IGNORED,
         )
         load_weights_(model, checkpoint, session, names, str(folder))
     return model
 
 
-def _has_other_head(checkpoint: Checkpoint, config: TransformerConfig) -> bool:
+def has_other_head(checkpoint: Checkpoint, config: TransformerConfig) -> bool:
     """Return whether a file holds both embedding and head, with different values."""
     found: dict[str, Any] = {}
     for name in (*checkpoint, *checkpoint.dense):
