@@ -89,6 +89,7 @@ def _run_child(
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         encoding="utf-8",
+        env={key: text for key, text in os.environ.items() if key != "Q4_LOG"},  # misspelt, it would end each trial
         start_new_session=True,  # what a plugin starts holds the pipe, and ends with it
     )
 
