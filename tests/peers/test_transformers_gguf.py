@@ -36,7 +36,7 @@ TEXTS = (
     "def f(x):\n    return x**2  # power\n",
     "",
 )
-NEW_TOKENS = 64
+NEW_TOKENS, STEPS = 64, 16
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +130,15 @@ def test_packed_in_transformers(
         model.save_pretrained(tmp_path)
 
 
-def greedy(model: Any, tokens: list[int]) -> list[int]:
-    """Return transformers' next 64 greedy tokens, beyond the end of the answer too."""
+def greedy(model: Any, tokens: list[int], count: int) -> list[int]:
+    """Return transformers' next greedy tokens, beyond the end of the answer too."""
     with torch.inference_mode():
         answer = model.generate(
             torch.tensor([tokens]),
             attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
             do_sample=False,
             min_new_tokens=0,
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=count,
             eos_token_id=-1,
             pad_token_id=0,
         )
@@ -154,7 +154,7 @@ def test_greedy_tokens(prompt: str, ours: LanguageModel, theirs: tuple[Any, Any]
     every t, and saves the reference path 64 steps.
     """
     tokens = ours.chat(chat(prompt))
-    expected = greedy(theirs[1], tokens)
+    expected = greedy(theirs[1], tokens, NEW_TOKENS)
     assert len(expected) == NEW_TOKENS
     whole = torch.tensor([tokens + expected])
     with torch.inference_mode():
@@ -164,6 +164,6 @@ def test_greedy_tokens(prompt: str, ours: LanguageModel, theirs: tuple[Any, Any]
 
 @pytest.mark.slow
 def test_greedy_tokens_step_by_step(ours: LanguageModel, theirs: tuple[Any, Any]) -> None:
-    """The generation loop gives the same 64 tokens one by one."""
+    """The generation loop gives the same tokens one by one, with a cache that is longer by each."""
     tokens = ours.chat(chat(PROMPTS[0]))
-    assert list(Generation(ours.decoder, tokens, max_tokens=NEW_TOKENS)) == greedy(theirs[1], tokens)
+    assert list(Generation(ours.decoder, tokens, max_tokens=STEPS)) == greedy(theirs[1], tokens, STEPS)
