@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ except ImportError:  # a machine with a GPU has few packages, and the tests mark
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+    from pathlib import Path
 
 # These say where tests run, not what they test: where plugins that are not installed come from, which instruction set
 # the CPU kernels take (each test holds on every one), and where the samples are.
@@ -42,10 +44,18 @@ if hypothesis is not None:
 _OF_PATHS = {"diagnostics", "explain", "path_name", "report", "segments"}
 
 
-def _names(code: types.CodeType) -> set[object]:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m "isa and …"`` pass over the files without any of those words, of which no test is marked."""
+    is_file = config.option.markexpr.startswith("isa and") and collection_path.suffix == ".py"
+    text = collection_path.read_text(encoding="utf-8") if is_file else ""
+    return True if is_file and not any(word in text for word in _OF_PATHS) else None
+
+
+@functools.cache
+def _names(code: types.CodeType) -> frozenset[object]:
     """Return the names and words that a function uses."""
     inner = [item for item in code.co_consts if isinstance(item, types.CodeType)]
-    words = {item for item in code.co_consts if isinstance(item, str)}
+    words = frozenset(item for item in code.co_consts if isinstance(item, str))
     return words.union(code.co_names, *map(_names, inner))
 
 

@@ -28,8 +28,11 @@ OF_PATHS = ["tests", *(f"plugins/{name}" for name in ("cli", "cpu-native", "lm",
 """Folders whose tests depend on the paths of the CPU kernels."""
 _ELSEWHERE = ["soak", "gpu", "interpreted", "peer", "training"]
 _DEBIAN = "apt install g++-aarch64-linux-gnu qemu-user-static"
-_WORKERS = str(min(8, 2 + (os.cpu_count() or 1)))  # a fifth of the time, tests wait for other processes
-_SHARED = ["-n", _WORKERS, "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
+_CORES = os.cpu_count() or 1
+
+
+def _shared(workers: int) -> list[str]:
+    return ["-n", str(min(8, workers)), "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "40"]
 
 
 def marks() -> str:
@@ -48,10 +51,11 @@ def commands(chosen: Sequence[str]) -> Iterator[tuple[list[str], dict[str, str]]
         yield ["pytest", "-m", runnable, *chosen], {}
         return
     yield ["tests.support.native"], {}  # on all cores, before workers take them
-    yield ["pytest", "-m", runnable, "--ignore", PAGES, *_SHARED], {}
-    yield ["pytest", "-m", "interpreted and not soak", *KERNELS, *_SHARED], {"TRITON_INTERPRET": "1"}
+    shared = _shared(_CORES + 2)  # a fifth of the time, tests wait for other processes; those below do not
+    yield ["pytest", "-m", runnable, "--ignore", PAGES, *shared], {}
+    yield ["pytest", "-m", "interpreted and not soak", *KERNELS, *_shared(_CORES)], {"TRITON_INTERPRET": "1"}
     if platform.machine() in {"x86_64", "AMD64"}:
-        paths = ["--ignore", PAGES, *OF_PATHS, *_SHARED]
+        paths = ["--ignore", PAGES, *OF_PATHS, *_shared(_CORES)]
         yield ["pytest", "-m", f"isa and not slow and {runnable}", *paths], {"Q4_CPU_ISA": "avx2"}
 
 
