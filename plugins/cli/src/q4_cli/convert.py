@@ -106,7 +106,7 @@ def _contents(checkpoint: q4.Checkpoint, target: Target, *, is_gguf: bool) -> Co
     if checkpoint.reader == GGUF[1:] and is_gguf:
         return Contents(checkpoint, checkpoint.dense, names, dict(checkpoint.metadata))
     known = q4.default_registry().items("q4_architectures")
-    if is_gguf and (home / "config.json").is_file():
+    if is_gguf and {"model_type", "text_config"} & {*(config_of(home) or ())}:
         # Each architecture of q4-lm finds the one that the folder's own kind of model is.
         to_file = next((item.from_folder for item in known.values() if getattr(item, "from_folder", None)), None)
         if to_file is not None:

@@ -235,7 +235,7 @@ class _Writer:
                 name="names and metadata",
                 rule=f"such that each layer is read as {self._dialect.name} again",
                 value="; ".join([*(f"{module} as {name}" for module, name in differing), *map(str, problems)][:4]),
-                hint="Leave out the tensors or metadata that describe other layers; nothing was written.",
+                hint="Leave out tensors and metadata of other layers, or name a folder: its config.json says more.",
             )
 
     def _infos(self) -> dict[str, TensorInfo]:

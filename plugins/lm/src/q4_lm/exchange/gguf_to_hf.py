@@ -84,7 +84,6 @@ def to_hf_folder(checkpoint: Checkpoint) -> HfFolder:
     architecture = find_architecture(metadata)
     if own.num_experts or not own.causal:
         metadata.fail("general.architecture", "a decoder's without experts, for a folder", architecture.name)
-    theirs["dtype"] = "bfloat16"
     names = architecture.names(own)
     dense = {to_hf_name(names.ours(name), own): name for name in checkpoint.dense if name not in {FACTORS, LONG, SHORT}}
     modules = {names.ours(name): name for name in checkpoint}
@@ -95,7 +94,9 @@ def to_hf_folder(checkpoint: Checkpoint) -> HfFolder:
     packed = {_HEAD if ours == _HEAD else to_hf_name(ours, own): name for ours, name in modules.items()}
     numbers = ("bos_token_id", "eos_token_id", "pad_token_id")
     generation = {name: theirs[name] for name in numbers if theirs[name] is not None}
-    parts = _Parts(checkpoint, own)
+    parts = _Parts(checkpoint, own, torch.float32)
+    parts = attrs.evolve(parts, dtype=_exact_dtype(parts, dense))
+    theirs["dtype"] = str(parts.dtype).removeprefix("torch.")
     return HfFolder(
         LazyItems(packed, parts.weight),
         LazyItems(dense, parts.tensor),
@@ -111,18 +112,30 @@ class _Parts:
 
     checkpoint: Checkpoint
     config: TransformerConfig
+    dtype: torch.dtype
 
     def weight(self, name: str, source: str) -> q4.PackedWeight:
         found = self.checkpoint[source]
         rows = order_of_rows(self.config, name, found.out_features)
-        return found if rows is None else found.take_rows(rows)
+        return attrs.evolve(found if rows is None else found.take_rows(rows), dtype=self.dtype)
 
     def tensor(self, name: str, source: str) -> torch.Tensor:
         if source in self.checkpoint:
-            return q4.dequantize(self.checkpoint[source], torch.float32)
+            return q4.dequantize(self.checkpoint[source], torch.float32).to(self.dtype)
         found = self.checkpoint.dense[source]
         rows = order_of_rows(self.config, name.rpartition(".")[0], found.shape[0])
-        if rows is not None:
-            return found[rows]
-        # Gemma's converter adds to norms the 1 that transformers adds.
-        return found.to(torch.float32) - 1 if self.config.norm == "offset_rms" and found.dim() == 1 else found
+        found = found if rows is None else found[rows]
+        if self.config.norm == "offset_rms" and found.dim() == 1:  # to which the converter added transformers' 1
+            found = found.to(torch.float32) - 1
+        return found.to(self.dtype)
+
+
+def _exact_dtype(parts: _Parts, dense: Mapping[str, str]) -> torch.dtype:
+    """Return the smallest dtype that holds every dense tensor exactly: owners want all of them in the model's."""
+    known = [torch.bfloat16, torch.float16]
+    for name, source in sorted(dense.items(), key=lambda item: item[1] in parts.checkpoint):  # the smaller ones first
+        if not known:
+            break
+        values = parts.tensor(name, source)
+        known = [dtype for dtype in known if torch.equal(values.to(dtype).to(torch.float32), values)]
+    return known[0] if known else torch.float32
