@@ -25,7 +25,7 @@ JUDGED = [  # what one process judges comes first: in CI, other sessions run at 
     *("awq", "awq-gemv", "gptq", "gptq-v2", "gptqmodel-bitsandbytes", "hqq", "mlx", "modelopt-int4", "modelopt-mxfp4"),
     *("gpt-oss-mxfp4", "torchao-int4", "torchao-int4-tile-packed"),
     *("torchao-mxfp4-linear", "torchao-mxfp4-swizzled", "torchao-nvfp4-linear", "torchao-nvfp4-swizzled"),
-    *("safetensors", "gguf"),
+    *("safetensors", "gguf", "onnx"),
     *("q4core", "um-managed", "nvfp4-native", "nf4-cuda", "cpu-native-programs", "dequant-fallback", "cpu-native"),
 ]
 """Names with a page in docs/certificates."""

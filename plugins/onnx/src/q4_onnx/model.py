@@ -29,6 +29,7 @@ _KEY, _TEXT = 1, 2
 _NODE, _INITIALIZER = 1, 5
 _ATTRIBUTE = 5
 _ATTRIBUTE_NAME, _WHOLE, _GRAPHS = 1, 3, frozenset({6, 11})
+_MOST_NAMED = 20
 _MOST_NESTED = 16
 _MOST_ITEMS = 1_000_000
 """Nodes, and initializers, of a model."""
@@ -62,6 +63,7 @@ class Model:
         self.properties: dict[str, str] = {}
         self.nodes: list[Node] = []
         self.tensors: dict[str, Tensor] = {}
+        self.doubled: list[str] = []
 
 
 def graph_of(wire: Wire) -> tuple[int, int]:
@@ -98,6 +100,9 @@ def read_model(wire: Wire) -> Model:
         elif field.number == _PROPERTIES:
             model.properties |= _property(wire, *wire.span(field, "metadata_props"))
     _read_graph(wire, place, model, 0)
+    if model.doubled:
+        names = ", ".join(repr(name) for name in model.doubled[:_MOST_NAMED])
+        wire.fail("initializer names", "unique and not empty", f"{names}{', …' * (len(model.doubled) > _MOST_NAMED)}")
     return model
 
 
@@ -122,9 +127,9 @@ def _read_graph(wire: Wire, place: tuple[int, int], model: Model, depth: int) ->
         elif field.number == _INITIALIZER:
             tensor = read_tensor(wire, *wire.span(field, "initializer"))
             if not tensor.name or tensor.name in model.tensors:
-                wire.fail("initializer name", "unique and not empty", tensor.name)
+                model.doubled.append(tensor.name)
             model.tensors[tensor.name] = tensor
-        if max(len(model.nodes), len(model.tensors)) > _MOST_ITEMS:
+        if max(len(model.nodes), len(model.tensors), len(model.doubled)) > _MOST_ITEMS:
             wire.fail("graph", f"of at most {_MOST_ITEMS} nodes and initializers", "more")
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from q4_onnx.examples import make_file
 from q4_onnx.layers import READ, layer_of, packed_inputs, weight_of
 from q4_onnx.model import graph_of, read_model
 from q4_onnx.tensors import NARROW, map_file, view_of
@@ -157,6 +158,7 @@ class OnnxReader:
     """Opens ONNX files."""
 
     name = "onnx"
+    make_file = staticmethod(make_file)
 
     def recognises(self, path: Path) -> bool:
         """Return whether the path is a file of ONNX's fields, or one called ``.onnx`` that starts like it."""
