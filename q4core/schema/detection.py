@@ -30,8 +30,11 @@ _PACKED_KEYS = {"qweight": "gptq or awq", "W_q": "hqq", "weight_packed": "compre
 _PACKAGED = ("bitsandbytes", "compressed-tensors", "modelopt", "torchao")
 """Methods that q4-dialects reads."""
 _PACKED_DTYPES = {torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.uint32}
-_SIDE = re.compile(r"scal|absmax|amax|zero|shift|codebook|centroid|table|quant_map|^s[uv]h?$", re.IGNORECASE)
+_SIDE = re.compile(
+    r"(?i)scal|absmax|amax|zero|shift|codebook|centroid|table|quant_map|delta|^alpha$|norms$|^[sd]$|^s[uv]h?$"
+)
 """Part of a name that speaks of scales, zero points or code books."""
+_MOST_BARE = 64  # tensors of a file whose names without a module are taken for those of one layer
 _UNEXPLAINED = "in a dialect that is known; these keys hold packed integers and scales that none explains"
 _NO_CODES = re.compile(
     r"(mask|ind(ex|ices)|_idxs?|ids?|positions?|lengths?|counts?|bias|tracked|buckets?|sizes?|shapes?|inited|enabled|steps?"
@@ -181,22 +184,23 @@ def _find_unread(
     """
     method = None if used else catalogue.quantization_config.get("quant_method")
     found: dict[str, tuple[Problem, list[str]]] = {}
+    bare = {name: name for name in catalogue.tensors if "." not in name} if len(catalogue.tensors) <= _MOST_BARE else {}
     for name, info in catalogue.tensors.items():
         if name in used or info.dtype not in _PACKED_DTYPES or len(info.shape) < 2:  # noqa: PLR2004  # a matrix at least
             continue
         module, _, suffix = name.partition(".weight.") if ".weight." in name else name.rpartition(".")
-        if not module or module in found:
+        if (not module and name not in bare) or module in found:
             continue
         own = {
             key: item
-            for key, item in catalogue.children(module).items()
+            for key, item in (catalogue.children(module) if module else bare).items()
             if item not in used and ("." not in key or key.startswith("weight.")) and key != "bias"
         }
         owner = method if isinstance(method, str) else None if used else _PACKED_KEYS.get(suffix)
         if owner is not None:
-            found[module] = _owned(module, owner, dialects), [*own.values()]
-        elif _are_codes(name[len(module) + 1 :], info, {key: catalogue.tensors[item] for key, item in own.items()}):
-            problem = Problem("unexplained", module, _UNEXPLAINED, ", ".join(sorted(own)))
+            found[module] = _owned(module or name, owner, dialects), [*own.values()]
+        elif _are_codes(name[len(module) :].lstrip("."), info, {key: catalogue.tensors[own[key]] for key in own}):
+            problem = Problem("unexplained", module or name, _UNEXPLAINED, ", ".join(sorted(own)))
             found[module] = problem, [*own.values()]
     return [*found.values()]
 
@@ -206,9 +210,11 @@ def _are_codes(suffix: str, info: TensorInfo, own: Mapping[str, TensorInfo]) -> 
     if "weight" in own and own["weight"].dtype.is_floating_point:
         return False
     name = suffix.rpartition(".")[2]
+    sides = [item for key, item in own.items() if key != suffix and _SIDE.search(key.rpartition(".")[2])]
+    if name.endswith(("indices", "idx")) and any(item.shape[:1] == info.shape[:1] != (1,) for item in sides):
+        return True  # of a code book: each row has scales of its own
     if _NO_CODES.search(name) or _SIDE.search(name):
         return False
-    sides = [item for key, item in own.items() if key != suffix and _SIDE.search(key.rpartition(".")[2])]
     # A weight may have one scale; what is called otherwise has scales of its rows, columns or blocks.
     return bool(sides) if "weight" in suffix else any(_fit(item, info) for item in sides)
 

@@ -154,3 +154,25 @@ DENSE: dict[str, Tensors] = {
 def test_integers_that_are_no_codes_stay_dense(name: str) -> None:
     """Masks, positions, counts, images and tables are dense, whatever scale their module has."""
     assert q4.detect(DENSE[name]) is None
+
+
+@pytest.mark.parametrize("side", ["scales", "s", "delta"])
+@pytest.mark.parametrize("codes", ["weight", "packed", "indices"])
+@pytest.mark.parametrize("stem", ["", "proj."])
+def test_names_of_any_sort_are_found(stem: str, codes: str, side: str) -> None:
+    """Also without a module, as indices into a code book, and next to scales of one letter."""
+    stored = {f"{stem}{codes}": torch.ones(64, 32, dtype=torch.uint8), f"{stem}{side}": torch.ones(64, 2)}
+    schema = q4.detect({**stored, "norm.weight": torch.ones(8)}, dialects=())
+    assert schema is not None
+    assert [problem.code for problem in schema.unsupported] == ["unexplained"]
+    assert schema.dense == ("norm.weight",)
+
+
+def test_integers_of_data_are_left_alone() -> None:
+    """Images, labels and numbers of rows are what they are, whatever is next to them."""
+    stored = {
+        "images": torch.ones(64, 32, 32, dtype=torch.uint8),
+        "scales": torch.ones(64, 2),
+        "ids": torch.ones(64, 2),
+    }
+    assert q4.detect({**stored, "x.index": torch.ones(64, 2, dtype=torch.int32), "x.scale": torch.ones(3)}) is None
