@@ -6,9 +6,7 @@ Reference:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import attrs
+from typing import TYPE_CHECKING, NamedTuple
 
 from q4_onnx.tensors import read_tensor
 
@@ -35,8 +33,7 @@ _MOST_ITEMS = 1_000_000
 """Nodes, and initializers, of a model."""
 
 
-@attrs.frozen
-class Node:
+class Node(NamedTuple):
     """One operator.
 
     Args:
@@ -148,9 +145,9 @@ def _read_node(wire: Wire, place: tuple[int, int], model: Model, depth: int) -> 
                 if part.number == _ATTRIBUTE_NAME:
                     key = wire.text(part, "attribute name")
                 elif part.number == _WHOLE:
-                    numbers[key] = wire.whole(part, f"attribute {key!r}")
+                    numbers[key] = wire.whole(part, "attribute")
                 elif part.number in _GRAPHS:
-                    _read_graph(wire, wire.span(part, f"attribute {key!r}"), model, depth + 1)
+                    _read_graph(wire, wire.span(part, "graph in an attribute"), model, depth + 1)
     model.nodes.append(Node(texts[3], texts[4], texts[7], tuple(names[1]), tuple(names[2]), numbers))
 
 

@@ -8,9 +8,7 @@ Reference:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import attrs
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from q4core import CheckpointError
 
@@ -29,9 +27,8 @@ _MOST_U64 = 2**64 - 1
 _SIGN = 2**63
 
 
-@attrs.frozen
-class Field:
-    """One field of a message.
+class Field(NamedTuple):
+    """One field of a message: a tuple, as a model has hundreds of thousands.
 
     Args:
         number: Its number in the message.
@@ -98,6 +95,8 @@ class Wire:
     def _varint(self, at: int, end: int, what: str) -> tuple[int, int]:
         """Return an unsigned number and the byte after it."""
         value, data = 0, self.data
+        if at < end and (byte := data[at]) < 128:  # noqa: PLR2004  # most have one byte
+            return byte, at + 1
         for place in range(min(_MOST_VARINT, end - at)):
             byte = data[at + place]
             value |= (byte & 127) << (7 * place)
