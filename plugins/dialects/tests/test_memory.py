@@ -44,6 +44,7 @@ print(json.dumps(both(made(8192, 8192))))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dialect", "name"),
     [
