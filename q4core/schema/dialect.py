@@ -199,9 +199,7 @@ class Dialect(abc.ABC):
 
 def dialect_of(layer: LayerSchema, dialects: Iterable[Dialect]) -> Dialect:
     """Return the dialect that found a layer, also one that only decodes it."""
-    known = tuple(dialects)
-    found = (dialect for dialect in known if dialect.name == layer.dialect)
-    return next(found, None) or find_dialect(layer.dialect, known)
+    return next((own for own in dialects if own.name == layer.dialect), None) or find_dialect(layer.dialect, dialects)
 
 
 def find_dialect(name: str, dialects: Iterable[Dialect]) -> Dialect:

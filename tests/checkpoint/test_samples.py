@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from q4core import Checkpoint
 
 pytestmark = pytest.mark.samples
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("Q4_SAMPLES", "no samples"))
 SAMPLES = sorted(path.parent.name for path in FOLDER.glob("*/meta.json"))
 REFUSED = {"autoround-mxint4": "mxint4", "awq-gemv-fast": "awq-gemv-fast"}
@@ -69,6 +72,43 @@ def test_each_module_has_its_owners_values(name: str) -> None:
                     assert torch.equal(values, owners.to(torch.bfloat16).to(torch.float32)), module
             elif not _is_exact(values, facts["sha256"]):  # zeros of both signs have a hash of their own
                 assert np.array_equal(values.numpy(), expected[module]), module
+
+
+def _counts() -> tuple[dict[str, tuple[int, int, int]], int]:
+    """Return dialect → samples, modules that are exact and those that are rounded; and how many are refused."""
+    samples: collections.defaultdict[str, set[str]] = collections.defaultdict(set)
+    exact: collections.Counter[str] = collections.Counter()
+    rounded: collections.Counter[str] = collections.Counter()
+    refused = 0
+    for name in SAMPLES:
+        meta = json.loads((FOLDER / name / "meta.json").read_text(encoding="utf-8"))
+        if name in REFUSED:
+            refused += len(meta["modules"])
+            continue
+        expected = np.load(FOLDER / name / "expected.npz")
+        with q4.open(_path(name, meta), options=OPTIONS.get(name)) as checkpoint:
+            layers = [*checkpoint.schema.layers.values(), *checkpoint.schema.decoded.values()]
+            for module, facts in meta["modules"].items():
+                owners = (layer.dialect for layer in layers if f"{layer.module}.".startswith(f"{module}."))
+                dialect = next(owners)
+                values = _values(checkpoint, module, facts["shape"])
+                is_same = module in expected and np.array_equal(values.numpy(), expected[module])
+                (exact if is_same or _is_exact(values, facts["sha256"]) else rounded)[dialect] += 1
+                samples[dialect].add(name)
+    return {key: (len(names), exact[key], rounded[key]) for key, names in samples.items()}, refused
+
+
+def test_pages_count_what_is_read() -> None:
+    """The table of docs/support.md has each dialect's samples and modules; README has their sums."""
+    found, refused = _counts()
+    page = (ROOT / "docs/support.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert {name: tuple(map(int, numbers)) for name, *numbers in rows} == found
+    exact, rounded = (sum(counts[place] for counts in found.values()) for place in (1, 2))
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    modules = f"Of {exact + rounded + refused} modules in {len(SAMPLES)} checkpoints"
+    assert modules in text
+    assert f"{exact} are read bit for bit, {rounded} rounded once, and {refused} are refused by name" in text
 
 
 def test_all_samples_are_there() -> None:

@@ -36,6 +36,15 @@ def test_every_dialect_has_its_formats() -> None:
     assert told == {dialect.name: set(dialect.formats) for dialect in q4.dialects() if dialect.formats}
 
 
+def test_samples_have_the_sums_of_their_table() -> None:
+    """The sentences before the table of samples, and README's, have the sums of its rows."""
+    rows = re.findall(r"^\| `[a-z0-9-]+` \| \d+ \| (\d+) \| (\d+) \|$", SUPPORT, re.MULTILINE)
+    exact, rounded = (sum(int(row[place]) for row in rows) for place in (0, 1))
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{exact} are read bit for bit, {rounded} rounded once" in readme
+    assert re.search(rf"\. {exact} of them\s+have the owner's numbers bit for bit", SUPPORT)
+
+
 def test_every_backend_has_its_formats_and_devices() -> None:
     """Each backend of this repository is in the table with formats and devices as its manifest has them."""
     backends = {backend.name: backend.capabilities for backend in q4.default_registry().backends().values()}
