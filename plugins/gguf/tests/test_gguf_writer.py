@@ -387,3 +387,77 @@ def test_memory_is_that_of_one_tensor(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PEAK, str(tmp_path / "x.gguf")]
     grown = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) * 1024
     assert grown < 2 * 38e6 + 60e6
+
+
+_RESUMED = """
+import os, sys, torch, q4core as q4
+class Weights(dict):
+    read = 0
+    def __getitem__(self, name):
+        Weights.read += 1
+        if Weights.read == int(sys.argv[2]):
+            os.kill(os.getpid(), 9)
+        torch.manual_seed(int(name.rpartition(".")[2]))
+        return q4.quantize(torch.randn(4, 64), "q4_0")
+dense = {"n.0": torch.ones(5), "n.1": torch.zeros(3)}
+resume = sys.argv[3] or None
+weights = Weights({f"m.{index}": 0 for index in range(6)})
+q4.save_checkpoint(sys.argv[1], weights, dialect="gguf", dense=dense, resume=resume)
+print(Weights.read)
+"""
+
+
+def run_resumed(path: Path, deadly: int, resume: str) -> str:
+    """Write six layers in a process that kills itself at one of them; return how many it read, or nothing."""
+    command = [sys.executable, "-c", _RESUMED, str(path), str(deadly), resume]
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes are killed by a signal here")
+@pytest.mark.parametrize("damage", [None, "data", "journal.jsonl"])
+def test_a_killed_writer_is_continued(damage: str | None, tmp_path: Path) -> None:
+    """What was stored and holds is not read again; the file is that of a run that nobody stopped."""
+    path = tmp_path / "x.gguf"
+    assert run_resumed(path, 5, "one") == ""
+    assert not path.exists()
+    if damage is not None:
+        (staging,) = tmp_path.glob(".q4core-*")
+        raw = bytearray((staging / damage).read_bytes())
+        raw[-1 if damage == "data" else -30] ^= 1
+        (staging / damage).write_bytes(raw)
+    assert run_resumed(path, 0, "one") == ("2" if damage is None else "3")
+    assert [*tmp_path.iterdir()] == [path]
+    assert run_resumed(tmp_path / "y.gguf", 0, "") == "6"
+    assert path.read_bytes() == (tmp_path / "y.gguf").read_bytes()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes are killed by a signal here")
+def test_another_text_starts_again(tmp_path: Path) -> None:
+    """What was stored under another text is removed."""
+    path = tmp_path / "x.gguf"
+    run_resumed(path, 5, "one")
+    assert run_resumed(path, 0, "two") == "6"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_ctrl_c_leaves_what_can_be_continued(tmp_path: Path) -> None:
+    """A run that is stopped is gone on with under the same text, and under no text leaves nothing."""
+
+    class Stopping(dict[str, Any]):
+        read = 0
+        last = 2
+
+        def __getitem__(self, name: str) -> Any:
+            self.read += 1
+            if self.read == self.last:
+                raise KeyboardInterrupt
+            return _weight()
+
+    names = {f"m.{index}": 0 for index in range(4)}
+    with pytest.raises(KeyboardInterrupt):
+        q4.save_checkpoint(tmp_path / "x.gguf", Stopping(names), dialect="gguf", resume="one")
+    again = Stopping(names)
+    again.last = 99
+    q4.save_checkpoint(tmp_path / "x.gguf", again, dialect="gguf", resume="one")
+    assert again.read == 3
+    assert [item.name for item in tmp_path.iterdir()] == ["x.gguf"]

@@ -7,7 +7,7 @@ file first, in the order in which they come, and are copied behind the header, i
 from __future__ import annotations
 
 import collections
-import ctypes
+import contextlib
 import logging
 import re
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +19,7 @@ from q4_gguf.dialect import GgufDialect
 from q4_gguf.encoding import encode_header
 from q4_gguf.forms import form_of
 from q4_gguf.ggml import DENSE_TYPES, number_of
+from q4_gguf.stored import Piece, Stored
 from q4_gguf.values import TypedInt
 from q4core import CheckpointError, DialectError, WeightError
 from q4core.plugin_api import Staging, emit, sync
@@ -91,19 +92,26 @@ class GgufWriter:
             CheckpointError: An argument is not what it must be, names collide, or the files can't be written.
         """
         _check_request(path, request)
+        dense = request.dense or {}
         staging: Staging | None = None
+        is_stopped = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            staging = Staging(path.parent)
-            with (staging.path / "data").open("xb+") as data:
-                contents = _Contents(data, self.dialect if request.lossy else None)
+            staging = Staging(path.parent, request.resume)
+            with contextlib.closing(Stored(staging.path, is_noted=request.resume is not None)) as stored:
+                contents = _Contents(stored, self.dialect if request.lossy else None)
                 for module in weights:
-                    contents.add_layer(module, weights[module])
-                for name in request.dense or {}:
-                    contents.add_dense(name, (request.dense or {})[name])
+                    if not contents.adopt(module, is_layer=True):
+                        contents.add_layer(module, weights[module])
+                for name in dense:
+                    if not contents.adopt(name, is_layer=False):
+                        contents.add_dense(name, dense[name])
                 tensors = contents.tensors()
-                data.flush()
-                return _publish(path, tensors, data, staging, request)
+                stored.data.flush()
+                return _publish(path, tensors, stored.data, staging, request)
+        except (KeyboardInterrupt, SystemExit):
+            is_stopped = request.resume is not None
+            raise
         except OSError as error:
             reason = error.strerror or str(error)
             raise CheckpointError(
@@ -111,7 +119,7 @@ class GgufWriter:
             ) from error
         finally:
             if staging is not None:
-                staging.discard()
+                (staging.release if is_stopped else staging.discard)()
 
 
 def _check_request(path: Path, request: SaveRequest) -> None:
@@ -133,22 +141,31 @@ def _check_request(path: Path, request: SaveRequest) -> None:
 class _Contents:
     """The tensors of a file, whose bytes are in a temporary one."""
 
-    def __init__(self, data: BinaryIO, lossy: GgufDialect | None) -> None:
-        self._data = data
+    def __init__(self, stored: Stored, lossy: GgufDialect | None) -> None:
+        self._stored = stored
         self._lossy = lossy
-        self._position = 0
         self._layers: dict[str, _Tensor] = {}
         self._factors: dict[str, torch.Tensor] = {}
         self._dense: dict[str, _Tensor] = {}
 
-    def _store(self, pieces: Iterable[torch.Tensor]) -> tuple[int, int]:
-        start = self._position
-        for piece in pieces:
-            size = piece.numel() * piece.element_size()
-            # The bytes of the tensor as they lie in memory; torch offers no buffer.
-            self._data.write(memoryview((ctypes.c_char * size).from_address(piece.data_ptr())))
-            self._position += size
-        return start, self._position - start
+    def adopt(self, name: str, *, is_layer: bool) -> bool:
+        """Take a layer or dense tensor as a killed writer stored it; return False where it did not."""
+        piece = self._stored.adopt(name, is_layer=is_layer)
+        if piece is not None:
+            self._take(piece)
+        return piece is not None
+
+    def _take(self, piece: Piece) -> None:
+        home = self._layers if piece.is_layer else self._dense
+        home[piece.name] = _Tensor(piece.name, piece.type_name, piece.shape, ((piece.position, piece.nbytes),))
+        if piece.factor is not None:
+            self._factors[piece.name] = torch.tensor([piece.factor], dtype=torch.float32)
+
+    def _store(self, piece: Piece, chunks: Iterable[torch.Tensor]) -> None:
+        start, count, digest = self._stored.append(chunks)
+        piece = attrs.evolve(piece, position=start, nbytes=count, digest=digest)
+        self._take(piece)
+        self._stored.note(piece)
 
     def add_layer(self, module: str, weight: PackedWeight) -> None:
         """Write one layer's bytes."""
@@ -165,9 +182,9 @@ class _Contents:
                 emit("q4.approximate", level=logging.WARNING, layer=module, dialect="gguf", why=error.summary)
                 weight = self._lossy.approximate(weight)
         form = form_of(module, weight)
-        self._layers[module] = _Tensor(module, form.type_name, tuple(weight.shape), (self._store(form.rows()),))
-        if weight.global_scale is not None:
-            self._factors[module] = weight.global_scale.detach().to("cpu", torch.float32).reshape(1)
+        factor = None if weight.global_scale is None else float(weight.global_scale)
+        piece = Piece(name=module, is_layer=True, type_name=form.type_name, shape=weight.shape, factor=factor)
+        self._store(piece, form.rows())
 
     def add_dense(self, name: str, tensor: torch.Tensor) -> None:
         """Write one other tensor's bytes."""
@@ -177,7 +194,8 @@ class _Contents:
         if not tensor.numel() or tensor.dim() > _MOST_DIMENSIONS:
             _fail(name, f"of at most {_MOST_DIMENSIONS} dimensions, none of them 0", list(tensor.shape))
         whole = tensor.detach().to("cpu").contiguous()
-        self._dense[name] = _Tensor(name, _DENSE[tensor.dtype], tuple(tensor.shape), (self._store((whole,)),))
+        piece = Piece(name=name, is_layer=False, type_name=_DENSE[tensor.dtype], shape=tensor.shape)
+        self._store(piece, (whole,))
 
     def tensors(self) -> list[_Tensor]:
         """Return every tensor of the file, experts joined.
@@ -229,8 +247,8 @@ class _Contents:
         if factors:
             if len(factors) != len(modules):
                 _fail(f"layers {stem}.…", "all with a global scale, or none", f"{len(factors)} of {len(modules)}")
-            piece = self._store((torch.cat(factors),))
-            yield _Tensor(stem + _FACTOR, "F32", (len(factors),), (piece,))
+            start, count, _ = self._stored.append((torch.cat(factors),))
+            yield _Tensor(stem + _FACTOR, "F32", (len(factors),), ((start, count),))
 
 
 def _parts(tensors: list[_Tensor], limit: int | None) -> list[list[_Tensor]]:
