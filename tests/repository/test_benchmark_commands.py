@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +131,16 @@ def test_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [stage["rows"] for stage in result["stages"]] == [1, 64]
     assert [(stage["group"], stage["rows"]) for stage in result["type_stages"]] == [("K-quants", 1), ("K-quants", 64)]
     assert {"Q4_K int8", "Q2_K int16", "Q6_K exact"} <= set(result["type_stages"][0]["calls"])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="compilers elsewhere have other flags")
+def test_ggml_is_built_without_amx_and_for_avx2_where_asked() -> None:
+    """Arm's compilers, which know no AMX, get no flag of it."""
+    pytest.importorskip("nox")
+    build = importlib.import_module("tools.environments").ggml_build
+    assert build("avx2") == {"CMAKE_ARGS": "-DGGML_NATIVE=OFF"}
+    assert build(machine="x86_64")["CFLAGS"].split() == ["-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16"]
+    assert build(machine="aarch64") == {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
 
 
 @pytest.mark.soak  # it builds the kernels twice
