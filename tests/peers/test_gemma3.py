@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+import q4_transformers
 import q4core as q4
 from q4_lm import LanguageModel
 
@@ -78,3 +79,18 @@ def test_greedy_tokens_are_llama_cpps_but_for_ties(gemma: LanguageModel, cases: 
         leads = zip(logits.argmax(-1).tolist(), case["greedy_ids"], case["greedy_margins"], strict=True)
         flipped = [lead for found, token, lead in leads if found != token]
         assert all(lead <= 2 * difference for lead in flipped), (difference, flipped)
+
+
+def test_it_is_packed_in_transformers(gemma: LanguageModel, path: Path, cases: list[dict[str, Any]]) -> None:
+    """Loaded by q4_transformers it has llama.cpp's tokens, q4_lm's logits, and every linear layer packed."""
+    config = q4_transformers.Q4Config(activation_precision="exact", cache="off")
+    theirs, tokenizer = q4_transformers.load(path, config, dtype=torch.float32)
+    assert {row.kind for row in q4_transformers.explain(theirs).dense} == {"Gemma3TextScaledWordEmbedding"}
+    for case in cases:
+        assert tokenizer(case["prompt"])["input_ids"] == case["prompt_ids"]
+        ids = torch.tensor([[*case["prompt_ids"], *case["greedy_ids"][:-1]]])
+        with torch.inference_mode():
+            found = theirs(ids).logits[0, len(case["prompt_ids"]) - 1 :]
+        expected = _logits(gemma, case)
+        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+        assert found.argmax(-1).tolist() == expected.argmax(-1).tolist()

@@ -22,11 +22,11 @@ from q4_lm.models.gguf_rope import FACTORS, LONG, SHORT
 from q4_lm.models.hf_names import to_hf_name
 from q4_transformers.experts import place_experts
 from q4_transformers.names import Names
-from q4_transformers.places import Place, fitting_problem, raise_unfit, shape_of
+from q4_transformers.places import Place, fitting_problem, raise_unfit, shape_of, skipped_modules
 from q4core import CheckpointError, PackedWeight, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from q4_lm import TransformerConfig
@@ -50,12 +50,14 @@ class GgufFile:
         places: The place of each packed layer.
         rows: Layer whose rows the file interleaves → their order in transformers.
         experts: Names of the experts' layers, packed or not.
+        reasons: Module whose packed weight is made dense → why.
     """
 
     path: Path
     places: tuple[Place, ...]
     rows: Mapping[str, torch.Tensor]
     experts: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = attrs.field(factory=dict)
 
     def weight(self, checkpoint: Checkpoint, stored: str) -> PackedWeight:
         """Return a layer's weight, with its rows in transformers' order."""
@@ -63,13 +65,18 @@ class GgufFile:
         return weight.take_rows(self.rows[stored]) if stored in self.rows else weight
 
 
-def open_gguf(path: Path) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Tensor]]:
+def open_gguf(path: Path, wanted: Sequence[str] = ()) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Tensor]]:
     """Return config, model class, places and dense tensors of a GGUF file; the latter are views of the file.
 
     A packed matrix of a module that is no linear layer (the embedding, in which rows are looked up; a router) becomes
     a dense one. Where the head shares the embedding, the head stays packed, and the two are no longer tied.
 
+    Args:
+        path: The file.
+        wanted: Names of modules whose packed weights are made dense, as in ``modules_to_not_convert``.
+
     Raises:
+        ConfigError: A name fits no module.
         CheckpointError: The file is malformed, or of an architecture that is not supported.
         SchemaError: A tensor has no place in the model, or is of a type that is not read.
     """
@@ -80,9 +87,9 @@ def open_gguf(path: Path) -> tuple[Any, type[Any], GgufFile, dict[str, torch.Ten
         raise_unfit(model, checkpoint, checkpoint.schema.unsupported)
         if not checkpoint.schema.layers:
             _refuse(str(path), "layers", "packed, some of them at least", "dense ones alone")
-        filling = _Filling(own, config, model, checkpoint)
+        filling = _Filling(own, config, model, checkpoint, wanted)
         filling.fill()
-        file = GgufFile(path, tuple(filling.places), filling.rows, tuple(filling.experts))
+        file = GgufFile(path, tuple(filling.places), filling.rows, tuple(filling.experts), filling.reasons)
         return config, type(model), file, filling.state
 
 
@@ -98,7 +105,11 @@ def _options(own: TransformerConfig) -> dict[str, bool]:
 class _Filling:
     """Finds the place of every tensor of a file in a model on the meta device, whose experts it replaces."""
 
-    def __init__(self, own: TransformerConfig, config: Any, model: Any, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, own: TransformerConfig, config: Any, model: Any, checkpoint: Checkpoint, wanted: Sequence[str]
+    ) -> None:
+        self._wanted = wanted
+        self.reasons: dict[str, str] = {}
         self._own, self._config, self._model, self._checkpoint = own, config, model, checkpoint
         self._ours = names_of(own, checkpoint.metadata["general.architecture"]).ours
         self.state: dict[str, torch.Tensor] = {}
@@ -119,6 +130,7 @@ class _Filling:
         self.experts = [name.removesuffix(".weight") for name in self.experts]
         place_experts(model, self.experts, Names(model))
         self._modules = dict(model.named_modules())
+        self._skipped = skipped_modules(model, self._wanted)
         for name in checkpoint.dense:
             if name not in _IN_CONFIG:
                 self._take_dense(name)
@@ -183,17 +195,24 @@ class _Filling:
         model, name = self._model, self._name(stored)
         module = self._modules.get(name)
         weight = getattr(module, "weight", None)
-        if module is not None and shape_of(module) is None and weight is not None and tuple(weight.shape) == shape:
-            self.state[f"{name}.weight"] = q4.dequantize(self._checkpoint[stored], torch.float32)
+        fits = weight is not None and tuple(weight.shape) == shape
+        rows = order_of_rows(self._own, name, weight.shape[0]) if weight is not None and fits else None
+        reason = self._skipped.get(name)
+        if module is not None and shape_of(module) is None:
+            reason = reason or f"{type(module).__name__} is no plain linear layer"
+        if fits and reason is not None:
+            packed = self._checkpoint[stored]
+            dense = q4.dequantize(packed if rows is None else packed.take_rows(rows), torch.float32)
+            self.state[f"{name}.weight"], self.reasons[name] = dense, f"{reason}: dequantised"
             if isinstance(module, nn.Embedding) and self._own.causal and self._config.tie_word_embeddings:
                 head = next(name for name, item in self._modules.items() if item is model.get_output_embeddings())
-                self.places.append(Place(stored, head, saved=head))
-                self._config.tie_word_embeddings = False
+                if head not in self._skipped:
+                    self.places.append(Place(stored, head, saved=head))
+                    self._config.tie_word_embeddings = False
             return
         problem = fitting_problem(stored, shape, name, self._modules, type(model).__name__)
         self._problems += [] if problem is None else [problem]
         self.places.append(Place(stored, name, saved=name))
-        rows = None if problem or shape is None else order_of_rows(self._own, name, shape[0])
         if rows is not None:
             self.rows[stored] = rows
 

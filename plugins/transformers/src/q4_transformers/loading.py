@@ -98,7 +98,7 @@ def _load_gguf(path: Path, config: Q4Config, options: dict[str, Any]) -> tuple[A
     if config.format is not None:
         rule, hint = "None for a GGUF file, whose weights are taken as they are stored", "Leave format= away."
         raise ConfigError("q4_transformers.load", name="format", rule=rule, value=config.format, hint=hint)
-    found, kind, config.gguf, state = open_gguf(path)
+    found, kind, config.gguf, state = open_gguf(path, config.modules_to_not_convert or ())
     tokenizer = _tokenizer_of(path)
     if not hasattr(found, "num_key_value_heads"):  # an encoder, whose file has no pooler
         options = {"add_pooling_layer": False, **options}

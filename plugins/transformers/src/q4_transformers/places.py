@@ -33,6 +33,7 @@ __all__ = [
     "places_of_layers",
     "raise_unfit",
     "shape_of",
+    "skipped_modules",
 ]
 
 _INDEX = ".safetensors.index.json"
@@ -123,10 +124,10 @@ def places_of_layers(
     decoded: dict[str, str] = {}
     reasons: dict[str, str] = {}
     readable: list[str] = []
-    skipped = {} if config.modules_to_not_convert is None else _skipped(model, config.modules_to_not_convert)
     experts, missing = place_experts(model, checkpoint.schema.layers, names)
     problems += [Problem("missing_key", path, _LIKE_OTHERS) for path in missing]
     modules = dict(model.named_modules())
+    skipped = skipped_modules(model, config.modules_to_not_convert or ())
     stored_dense = {names.rename(name) for name in checkpoint.dense}
     reads = weight_reads(model)
     for stored, layer in checkpoint.schema.layers.items():
@@ -149,7 +150,7 @@ def places_of_layers(
             problem = Problem("missing_key", f"{stored}.bias", "there, as the model's config has a bias")
         elif name in places:
             problem = Problem("unknown_key", stored, f"the only layer for {name}", places[name].stored)
-        fits = names.shape(f"{name}.weight") == layer.shape and (problem is None or problem.code == "unsupported")
+        fits = _takes_dense(module, layer.shape) and (problem is None or problem.code == "unsupported")
         if fits and tied is None and reason is not None:
             decoded[f"{name}.weight"], reasons[name] = stored, f"{reason}: dequantised"
             continue
@@ -161,6 +162,13 @@ def places_of_layers(
     known = {*places, *model.all_tied_weights_keys, *stored_dense, *decoded}
     missing = [name for name, module in modules.items() if shape_of(module) and not known & {name, f"{name}.weight"}]
     return list(places.values()), reasons | dict.fromkeys(missing, ABSENT), decoded
+
+
+def _takes_dense(module: nn.Module | None, shape: tuple[int, int] | None) -> bool:
+    """Return whether a module has a weight of a layer's shape [N, K]."""
+    weight = getattr(module, "weight", None)
+    found = () if weight is None else tuple(weight.shape)
+    return shape is not None and found == (shape[::-1] if isinstance(module, Conv1D) else tuple(shape))
 
 
 def _cast_problems(checkpoint: Checkpoint, names: Names) -> Iterator[Problem]:
@@ -256,7 +264,7 @@ def places_of_dense(
         elif name is not None:
             others[name] = f"of {str(info.dtype).removeprefix('torch.')}, which is not quantised"
     why = Reasons(model, config, stored, others, weight_reads(model))
-    skipped = _skipped(model, config.modules_to_not_convert)
+    skipped = skipped_modules(model, config.modules_to_not_convert)
     for name, module in model.named_modules():
         if name not in skipped and are_experts(module) and (reason := why.of_experts(module)):
             skipped[name] = reason
@@ -294,8 +302,12 @@ def _dense_experts(model: Any, checkpoint: Checkpoint, names: Names, skipped: Co
     return places
 
 
-def _skipped(model: Any, wanted: Sequence[str] | None) -> dict[str, str]:
-    """Return why modules are left dense by the caller's names, or by transformers' own custom."""
+def skipped_modules(model: Any, wanted: Sequence[str] | None) -> dict[str, str]:
+    """Return why modules are left dense by the caller's names, or by transformers' own custom where there are none.
+
+    Raises:
+        ConfigError: A name fits no module.
+    """
     modules = dict(model.named_modules())
     if wanted is None:
         head = model.get_output_embeddings()

@@ -114,7 +114,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             _check_format(checkpoint, config.format)
             if config.gguf is not None:
                 place_experts(model, config.gguf.experts, names)
-                self._places = list(config.gguf.places)
+                self._places, self.reasons = list(config.gguf.places), dict(config.gguf.reasons)
             elif config.format is None:
                 self._places, self.reasons, dequantised = places_of_layers(model, checkpoint, names, config)
             else:
@@ -210,6 +210,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             for name, (stored, rooms) in self._dequantised.items():
                 logger.warning("%s stays dense: %s.", name, self.reasons[name.removesuffix(".weight")])
                 dense = q4.dequantize(checkpoint[stored], self._dtype or torch.get_default_dtype())
+                dense = dense.T.contiguous() if isinstance(rooms[0][0], Conv1D) else dense
                 fill_parameter(model, name, rooms, dense.to(self._device_of(name)))
             self._dequantised = {}
             for place in logging.tqdm(places, desc="Preparing 4-bit layers"):

@@ -171,6 +171,27 @@ def test_packed_layers_are_dense_where_asked(tmp_path: Path) -> None:
         load(tmp_path, config={"modules_to_not_convert": ["q_prj"]})
 
 
+def test_experts_are_dense_where_asked(tmp_path: Path) -> None:
+    """Packed experts that ``modules_to_not_convert`` names are dequantised, each in a linear layer of its own."""
+    dense_model(**ROUTED).save_pretrained(tmp_path / "dense")
+    load(tmp_path / "dense", config={"format": "nf4"}).save_pretrained(tmp_path / "packed")
+    whole = load(tmp_path / "packed")
+    ours = load(tmp_path / "packed", config={"modules_to_not_convert": ["experts"]})
+    assert not [name for name in packed(ours) if "experts" in name]
+    assert [name for name in packed(whole) if "experts" in name]
+    assert error(ours, whole) < 1e-5
+
+
+def test_a_transposed_layer_is_dense_where_asked(tmp_path: Path) -> None:
+    """GPT-2's dense weights are [K, N]."""
+    dense_model("GPT2", n_embd=64, n_head=4, n_layer=2).save_pretrained(tmp_path / "dense")
+    load(tmp_path / "dense", config={"format": "nf4"}).save_pretrained(tmp_path / "packed")
+    whole = load(tmp_path / "packed")
+    ours = load(tmp_path / "packed", config={"modules_to_not_convert": ["c_proj", "c_fc"]})
+    assert len(packed(whole)) - len(packed(ours)) == 6
+    assert error(ours, whole) < 1e-5
+
+
 def test_unread_layers_stay_an_error(tmp_path: Path) -> None:
     """No option makes a layer of what has no numbers: its form is not read."""
     save_by_q4(tmp_path, "bitsandbytes", "nf4")

@@ -174,6 +174,21 @@ def test_an_encoder(tmp_path: Path) -> None:
     assert (tokenizer.pad_token, tokenizer.unk_token, tokenizer.sep_token) == ("[PAD]", "[UNK]", "[SEP]")
 
 
+@pytest.mark.parametrize(("name", "tied"), [("mixtral", False), ("smollm3", True)])
+def test_layers_are_dense_where_asked(name: str, tied: bool, tmp_path: Path) -> None:
+    """Layers that ``modules_to_not_convert`` names are dequantised, in transformers' order of rows, and listed."""
+    families.write(tmp_path / "model.gguf", name, theirs := families.make(name), Type.Q8_0)
+    asked = Q4Config(**EXACT, modules_to_not_convert=["q_proj", "0.mlp", "lm_head"])
+    ours, _ = q4_transformers.load(tmp_path / "model.gguf", asked, dtype=torch.float32)
+    assert difference(ours, theirs) < 1e-5
+    assert not [one for one in packed(ours) if "q_proj" in one or ".0.mlp." in one or one == "lm_head"]
+    reasons = {row.name: row.reason for row in q4_transformers.explain(ours).dense}
+    assert reasons["model.layers.1.self_attn.q_proj"].endswith("as 'q_proj': dequantised")
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) is tied
+    with pytest.raises(q4.ConfigError, match="'q_prj'"):
+        q4_transformers.load(tmp_path / "model.gguf", Q4Config(modules_to_not_convert=["q_prj"]))
+
+
 @OLDER_NAME
 @pytest.mark.parametrize("dialect", ["compressed-tensors-mxfp4", "modelopt-mxfp4"])
 def test_experts_are_saved_and_trained(dialect: str, tmp_path: Path) -> None:
