@@ -157,3 +157,17 @@ def test_what_a_dialect_lacks_is_said_in_words(tmp_path: Path) -> None:
     with pytest.raises(q4.DialectError, match="blocks that run across rows") as caught:
         dialect.check_writable("proj", attrs.evolve(rows, **flat))
     assert "flat_blocks" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dialect", ["gptq", "gptq-v2", "compressed-tensors-int8"])
+def test_bytes_in_one_group_are_written(dialect: str, tmp_path: Path) -> None:
+    """Zero points of a single group are a row, or a column, of any stride, which a view as words must not mind."""
+    signed = q4.quantize(torch.randn(64, 256, generator=torch.Generator().manual_seed(4)), "q8_0", block_size=256)
+    weight = attrs.evolve(
+        signed, format=q4.BUILTIN_FORMATS["int8"], qdata=signed.qdata ^ 128, scale=signed.scale.half()
+    )
+    for zero in (None, torch.full((64, 1), 127, dtype=torch.uint8)):
+        given = attrs.evolve(weight, zero=zero)
+        q4.save_checkpoint(tmp_path / f"{zero is None}", {"proj": given}, dialect=dialect, config={})
+        found = q4.open(tmp_path / f"{zero is None}")["proj"]
+        assert torch.equal(q4.dequantize(found, torch.float32), q4.dequantize(given, torch.float32))

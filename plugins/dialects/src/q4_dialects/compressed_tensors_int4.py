@@ -324,5 +324,5 @@ def _block_size(columns: int, scale: tuple[int, ...]) -> int | None:
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
     """Return bytes [R, 4 * W] as int32 [R, W], a view where they lie so."""
-    codes = codes.contiguous()
-    return (codes.clone() if codes.storage_offset() % 4 else codes).view(torch.int32)
+    flat = codes.contiguous().reshape(-1)  # of which a single row or column may have any stride
+    return (flat.clone() if flat.storage_offset() % 4 else flat).view(torch.int32).reshape(len(codes), -1)

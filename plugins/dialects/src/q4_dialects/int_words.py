@@ -69,7 +69,8 @@ def unpack_along_rows(words: torch.Tensor, count: int, packing: Packing) -> torc
 def pack_along_rows(codes: torch.Tensor, dtype: torch.dtype, packing: Packing) -> torch.Tensor:
     """Return the inverse of ``unpack_along_rows``: codes [N, G] as words [G, W], the last one filled up by zeros."""
     packed = pack_codes(codes.T.contiguous(), packing)
-    return torch.nn.functional.pad(packed, (0, -packed.shape[1] % dtype.itemsize)).view(dtype)
+    whole = torch.nn.functional.pad(packed, (0, -packed.shape[1] % dtype.itemsize))
+    return whole.reshape(-1).view(dtype).reshape(len(packed), -1)  # a single row may have any stride
 
 
 def rows_from_interleaved(words: torch.Tensor) -> torch.Tensor:
