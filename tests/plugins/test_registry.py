@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -269,21 +270,36 @@ def test_a_failed_plugin_is_among_the_rejections(tmp_path: Path) -> None:
     assert told == str([("dequant-fallback", "policy"), ("q4_test_broken", "plugin_error")])
 
 
+def _loaded(tmp_path: Path, *settings: dict[str, str]) -> list[list[str]]:
+    """Return which plugins are loaded under each of some settings, one after another in a process."""
+    code = f"""
+        import json, os, q4core as q4
+        for variables in {settings!r}:
+            os.environ.update(variables)
+            q4.reset_registry()
+            print(json.dumps([r.name for r in q4.default_registry().records() if r.state == 'loaded']))
+            for name in variables:
+                del os.environ[name]
+    """
+    return [json.loads(line) for line in _run(textwrap.dedent(code), tmp_path).splitlines()]
+
+
 def test_allow_list_keeps_the_references(tmp_path: Path) -> None:
     """Q4_PLUGINS allows just the named plugins and the references; Q4_DISABLE_PLUGINS leaves one out."""
-    code = "import q4core as q4; print([r.name for r in q4.default_registry().records() if r.state == 'loaded'])"
-    assert _run(code, tmp_path, Q4_PLUGINS="gguf") == str(["dequant-fallback", "gguf", "quantize"])
-    assert "gguf" not in _run(code, tmp_path, Q4_DISABLE_PLUGINS="gguf")
-    assert _run(BACKENDS, tmp_path, Q4_PLUGINS="gguf", Q4_DISABLE_PLUGINS="dequant-fallback") == ""
+    disabled = {"Q4_DISABLE_PLUGINS": "dequant-fallback"}
+    settings: list[dict[str, str]] = [{"Q4_PLUGINS": "gguf"}, {"Q4_DISABLE_PLUGINS": "gguf"}]
+    allowed, left, neither = _loaded(tmp_path, *settings, {"Q4_PLUGINS": "gguf", **disabled})
+    assert allowed == ["dequant-fallback", "gguf", "quantize"]
+    assert "dequant-fallback" in left
+    assert "gguf" not in left
+    assert neither == ["gguf", "quantize"]
 
 
 def test_an_allow_list_without_names_is_none(tmp_path: Path) -> None:
     """Q4_PLUGINS that is empty, or blank, leaves every plugin in, as if it were not there."""
-    code = "import q4core as q4; print([r.name for r in q4.default_registry().records() if r.state == 'loaded'])"
-    everything = _run(code, tmp_path)
+    everything, *others = _loaded(tmp_path, {}, *({"Q4_PLUGINS": value} for value in ("", " ", ",")))
     assert "gguf" in everything
-    for value in ("", " ", ","):
-        assert _run(code, tmp_path, Q4_PLUGINS=value) == everything
+    assert others == [everything] * 3
 
 
 @pytest.mark.parametrize("variable", ["Q4_PLUGINS", "Q4_DISABLE_PLUGINS"])
