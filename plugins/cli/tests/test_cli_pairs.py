@@ -123,6 +123,7 @@ def test_every_pair_is_exact_or_refused(source: str, tmp_path: Path) -> None:
     assert seen
 
 
+@pytest.mark.slow
 @pytest.mark.samples
 def test_samples_are_exact_or_refused(tmp_path: Path) -> None:
     """So are layers that the owners of the formats wrote, of each kind one."""
