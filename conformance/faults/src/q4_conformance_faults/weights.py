@@ -108,6 +108,18 @@ for _name, _field, _recipe in (
     numeric_fault(f"ignores-{_name}", f"TC-09/values/{_recipe}/", format=_recipe.partition("-")[0])(_ignored)
 
 
+@numeric_fault(
+    "unrolls-levels-without-order",
+    "TC-09/values/nf4-double_quant-high_first-48x256b64-input_channel_scale-input_permutation-s0/",
+)
+class UnrollsWithoutOrder(ToyKernel):
+    """Forgets the order of in-features where scales have two levels."""
+
+    def weight(self, prepared: Prepared) -> PackedWeight:
+        found = super().weight(prepared)
+        return found if found.scale_kind is ScaleKind.PLAIN else attrs.evolve(found, input_permutation=None)
+
+
 @numeric_fault("drops-tail", "TC-11/awkward/int4-plain-low_first-7x33b128-s0/", format="int4")
 class DropsTail(ToyKernel):
     """Leaves a short last block out."""

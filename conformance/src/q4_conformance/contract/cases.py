@@ -88,6 +88,10 @@ def weight_recipes(kind: Format) -> list[WeightRecipe]:
         recipes.append(attrs.evolve(nested, block_size=16))  # as in Q2_K, Q3_K and Q6_K
         if kind.bits == 4:  # noqa: PLR2004  # two codes per byte; as in Q4_K
             recipes.append(attrs.evolve(nested, packing=Packing.half_split(64)))
+    for levels in {ScaleKind.DOUBLE_QUANT, ScaleKind.SUPER_BLOCK} & kind.scale_kinds:
+        # Whoever unrolls levels may forget that x is permuted or scaled.
+        both = {Feature.INPUT_PERMUTATION, Feature.INPUT_CHANNEL_SCALE}
+        recipes.append(attrs.evolve(base, scale_kind=levels, features=both))
     if ScaleKind.E4M3_MUL in kind.scale_kinds:
         row = {Feature.ROW_GLOBAL_SCALE}
         recipes += [
