@@ -97,6 +97,16 @@ def test_a_run_that_fails_leaves_a_folder_as_it_was(
     assert (out / "tokenizer.json").read_text() == "model"
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_a_plugin_is_no_fault_of_it(
+    dense_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    """A signal that arrives while a reader opens a file ends the command with its usual status."""
+    monkeypatch.setattr("q4_safetensors.reader.SafetensorsReader.open", lambda *_: signal.raise_signal(number))
+    assert run(["inspect", str(dense_file)]) == status
+    assert "checkpoint reader" not in capsys.readouterr().err
+
+
 def test_quantize_keeps_what_it_must_and_says_so(
     dense_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

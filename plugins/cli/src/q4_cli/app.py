@@ -127,8 +127,8 @@ def _call(words: list[str], registry: q4.Registry | None) -> int:
         command = typer.main.get_command(build_app(registry))
         status = command.main(args=words, prog_name="q4", standalone_mode=False)
         sys.stdout.flush()
-    if status == INTERRUPTED:  # newer typers turn Ctrl-C into a status of their own
-        raise KeyboardInterrupt
+        if status == INTERRUPTED:  # newer typers turn Ctrl-C into a status of their own
+            raise KeyboardInterrupt
     return status if isinstance(status, int) else 0
 
 
@@ -139,13 +139,20 @@ def _terminable() -> Iterator[None]:
         yield
         return
 
+    received: list[int] = []
+
     def stop(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        received.append(number)
+        raise KeyboardInterrupt  # a SystemExit would be taken for a plugin's fault
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) == signal.SIG_DFL}
     try:
         yield
+    except BaseException:
+        if received:
+            raise SystemExit(128 + received[0]) from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
