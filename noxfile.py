@@ -168,7 +168,7 @@ def bench(session: nox.Session) -> None:
     install(session, "measured", "--no-deps", *measured, environment="peerenv")
     variables = {}
     if isa == "avx2":
-        own = ("--no-deps", "--no-binary", "llama-cpp-python")
+        own = ("--no-deps", "--no-cache-dir", "--no-binary", "llama-cpp-python")  # pip's cache has this CPU's build
         variables["PYTHONPATH"] = put_apart(session, "llama-cpp-python", *own, name="llama-avx2", **ggml_build(isa))
     run(session, "python", "-m", "benchmarks", *session.posargs, environment="peerenv", **variables)
 
