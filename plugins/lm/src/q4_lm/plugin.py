@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -28,7 +28,8 @@ def q4_architectures() -> list[Architecture]:
     from q4_lm.models.gguf import ARCHITECTURES  # noqa: PLC0415  # not before it is needed
     from q4_lm.models.gguf_bert import BERT  # noqa: PLC0415  # as above
 
-    return [*(attrs.evolve(item, to_folder=_to_folder, from_folder=_from_folder) for item in ARCHITECTURES), BERT]
+    ways: dict[str, Any] = {"to_folder": _to_folder, "from_folder": _from_folder, "is_storable": True}
+    return [*(attrs.evolve(item, **ways) for item in ARCHITECTURES), BERT]
 
 
 def _to_folder(checkpoint: Checkpoint) -> HfFolder:

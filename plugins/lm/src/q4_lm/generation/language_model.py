@@ -11,7 +11,6 @@ import attrs
 
 import q4core as q4
 from q4_lm.models.architecture import build_decoder, find_architecture
-from q4_lm.models.gguf import ARCHITECTURES
 from q4_lm.models.metadata import Metadata
 from q4_lm.models.transformer import TransformerDecoder
 from q4_lm.prepared.opening import CachedModel, open_folder, opening
@@ -110,7 +109,7 @@ class LanguageModel:
             if f"tokenizer.ggml.{name}_token_id" in metadata
         }
         template, tokenizer = metadata.text("tokenizer.chat_template", default=None), vocabulary.build()
-        if cached is not None and architecture in ARCHITECTURES:  # a plugin's may change more than is stored
+        if cached is not None and architecture.is_storable:
             extra = {"tokenizer": tokenizer.ends, "chat_template": template, "special": special}
             text = json.dumps(attrs.asdict(vocabulary, recurse=False), ensure_ascii=False)
             cached.write(decoder, extra, text.encode())

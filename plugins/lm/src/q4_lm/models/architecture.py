@@ -42,6 +42,7 @@ class Architecture:
         to_folder: The opened file → what ``q4 convert`` writes as a Hugging Face folder, in the form of
             ``q4_lm.exchange``'s ``HfFolder``; None where there is no such form.
         from_folder: The opened folder and its path → what ``q4 convert`` writes as a GGUF file, a ``GgufModel``.
+        is_storable: Whether a prepared model's file has all that ``finish`` changes, so that models are cached.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Architecture:
     finish: Callable[[TransformerDecoder, Checkpoint, Metadata], None] = _nothing
     to_folder: Callable[[Checkpoint], Any] | None = None
     from_folder: Callable[[Checkpoint, Path], Any] | None = None
+    is_storable: bool = False
 
 
 def architectures() -> Mapping[str, Architecture]:
