@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import q4core as q4
 from q4_cli.app import run
+from q4_cli.files import Target, identity_of
 from tests.support.commands import ROOT, answer, say
 from tests.support.footprint import run_child
 
@@ -294,3 +295,95 @@ def test_layers_that_gguf_can_not_hold_are_listed(tmp_path: Path, capsys: pytest
         record = answer(capsys, *words, "--requantize", "--format", format_name, "--force")
         assert {(item["how"], item["to"]) for item in record["layers"]} == {("packed again", format_name)}
         assert all(item["relative_rms_error"] < {"q8_0": 0.01}.get(format_name, 0.2) for item in record["layers"])
+
+
+def parts_of(path: Path, rows: int = 32) -> list[Path]:
+    """Write a GGUF model in several files."""
+    layers = {name: q4.quantize(torch.randn(rows, 64), "q4_0") for name in ("a", "b", "c")}
+    q4.save_checkpoint(path, layers, dialect="gguf", max_shard_bytes=1)
+    return sorted(path.parent.glob(f"{path.stem}-*"))
+
+
+def test_parts_of_in_are_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parts that OUT would get under the names of IN's are refused, with ``--force`` too, and IN stays whole."""
+    first, *others = parts_of(tmp_path / "m.gguf")
+    before = contents(tmp_path)
+    words = ["convert", first, "m.gguf", "--dialect", "gguf", "--shard-size", "1KB"]
+    for more in ([], ["--force"]):
+        error = answer(capsys, *words, *more, status=2)["error"]
+        assert "IN" in error["message"]
+        assert contents(tmp_path) == before
+    for part in others:
+        answer(capsys, "convert", first, part, "--dialect", "gguf", "--force", status=2)
+        assert contents(tmp_path) == before
+
+
+def test_parts_of_another_model_are_replaced_by_force_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without ``--force`` they are refused; with it, files of the old model that the new one lacks are removed."""
+    parts_of(tmp_path / "m.gguf")
+    (tmp_path / "m-x.gguf").write_bytes(b"mine")
+    before = contents(tmp_path)
+    (tmp_path / "in").mkdir()
+    source = parts_of(tmp_path / "in" / "n.gguf", rows=16)[0]
+    words = ["convert", source, "m.gguf", "--dialect", "gguf", "--shard-size"]
+    (tmp_path / "in").rename(tmp_path.parent / f"{tmp_path.name}-in")
+    words[1] = tmp_path.parent / f"{tmp_path.name}-in" / source.name
+    assert "--force" in answer(capsys, *words, "1B", status=2)["error"]["message"]
+    assert contents(tmp_path) == before
+    answer(capsys, *words, "1GB", "--force")
+    assert {item.name for item in tmp_path.iterdir()} == {"m.gguf", "m-x.gguf"}
+    answer(capsys, *words, "1B", "--force")
+    assert len([*tmp_path.glob("m-0*.gguf")]) == 3
+    assert not (tmp_path / "m.gguf").exists()
+
+
+@pytest.mark.parametrize("command", ["convert", "quantize"])
+def test_shards_of_in_are_never_replaced(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """OUT can't be a shard of IN, by whatever command, and ``--force`` changes nothing about that."""
+    source = tmp_path / "in"
+    layers = packed(3) if command == "convert" else {}
+    dense = {f"layers.{index}.weight": torch.randn(64, 64) for index in range(3)}
+    q4.save_checkpoint(source, layers, dialect="modelopt-nvfp4", dense=dense, config={}, max_shard_bytes=20_000)
+    shards, before = sorted(source.glob("*.safetensors")), contents(source)
+    assert len(shards) > 1
+    words = ["--dialect", "torchao-nvfp4-linear"] if command == "convert" else ["--format", "nf4"]
+    answer(capsys, command, source, shards[0], *words, "--force", status=2)
+    assert contents(source) == before
+
+
+def test_external_data_of_in_is_never_replaced(tmp_path: Path) -> None:
+    """A file that an ONNX model names is one of its own; another file of the same folder is not."""
+    (tmp_path / "m.onnx").write_bytes(b"location" + b"w.safetensors")
+    for name in ("w.safetensors", "other.safetensors"):
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(q4.CheckpointError, match="another one than IN"):
+        Target.check("w.safetensors", tmp_path / "m.onnx", force=True)
+    assert Target.check("other.safetensors", tmp_path / "m.onnx", force=True).existed
+
+
+def test_a_folder_has_nothing_on_the_old_packing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--force`` into a folder removes small files that say how the model there was packed, and no others."""
+    source, out = folder(tmp_path / "in"), folder(tmp_path / "out")
+    (out / "notes.md").write_text("mine")
+    answer(capsys, "convert", source, out, "--dialect", "torchao-nvfp4-linear", "--force")
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json", "notes.md"}
+
+
+def test_a_folder_name_may_have_a_dot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of ``--help`` names such a folder; the name of a weight file of another kind is refused."""
+    source = folder(tmp_path / "Qwen3-0.6B-NVFP4")
+    answer(capsys, "convert", source, "Qwen3-0.6B-torchao", "--dialect", "torchao-nvfp4-linear")
+    assert (tmp_path / "Qwen3-0.6B-torchao" / "config.json").is_file()
+    for name in ("x.gguf", "x.pt"):
+        answer(capsys, "convert", source, name, "--dialect", "torchao-nvfp4-linear", status=2)
+
+
+@pytest.mark.parametrize("name", ["config.json", "quantize_config.json", "recipe.yaml"])
+def test_small_files_belong_to_what_is_continued(name: str, tmp_path: Path) -> None:
+    """A run does not go on after a file next to IN changed that says how IN is packed."""
+    source = folder(tmp_path / "in") / "model.safetensors"
+    (source.parent / name).write_text("{}")
+    before = identity_of(source)
+    assert identity_of(source) == before
+    (source.parent / name).write_text('{"bits": 4}')
+    assert identity_of(source) != before

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -34,6 +36,7 @@ _CONFIGS = frozenset(
     }
 )
 """What says how the source was packed, of ModelOpt, GPTQ, AWQ, AutoRound and llm-compressor among others."""
+_PART = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
 _MOST_COMPANION_BYTES = 256 << 20
 _STAGING = ".q4-companions.tmp"
 
@@ -60,6 +63,8 @@ class Target:
     path: Path
     is_folder: bool
     existed: bool
+    force: bool = False
+    source: Path | None = None
 
     @classmethod
     def check(cls, out: str, source: Path, *, force: bool, suffixes: tuple[str, ...] = (SUFFIX,)) -> Target:
@@ -79,7 +84,7 @@ class Target:
             has_home = path.absolute().parent.is_dir()
         except (OSError, ValueError) as error:
             refuse("a name that the system takes", str(error))
-        if not existed and is_folder and path.suffix:
+        if not existed and is_folder and path.suffix.lower() in _WEIGHT_FILES:
             names = " or ".join(suffixes)
             refuse(f"a folder or a {names} file", path.suffix, f"Name a folder, or a file that ends with {names}.")
         if not has_home:
@@ -88,9 +93,9 @@ class Target:
             refuse("a file or a folder", "something else")
         if existed and not force and (not is_folder or any(path.iterdir())):
             refuse("new", "an existing path", "Use --force to replace it.")
-        if existed and any(path.samefile(item) for item in (source, source.parent if is_folder else source)):
+        if existed and _is_part(path, source):
             refuse("another one than IN", "the same", "Write to another path, then move the result.")
-        return cls(path, is_folder, existed)
+        return cls(path, is_folder, existed, force, source)
 
     @property
     def partial(self) -> Path:
@@ -175,10 +180,8 @@ class Target:
                 max_shard_bytes=max_shard_bytes,
                 resume=resume,
             )
-            for item in sorted(staging.iterdir()) if self.is_folder else ():
-                item.replace(work / item.name)
             if self.is_folder:
-                staging.rmdir()
+                _publish_companions(staging, work)
             if not in_place:
                 self._publish(work, main)
         except OSError as error:
@@ -191,8 +194,50 @@ class Target:
         if self.is_folder:
             work.replace(self.path)
             return
-        for item in sorted(work.iterdir(), key=lambda item: item.name == main.name):  # what opens it last
-            item.replace(self.path.parent / item.name)
+        home, stem = self.path.parent, self.path.stem
+        items = sorted(work.iterdir(), key=lambda item: item.name == main.name)  # what opens it last
+        for item in items:
+            path = home / item.name
+            is_own = self.source is not None and path.exists() and _is_part(path, self.source)
+            if is_own or (path.exists() and not self.force):
+                rule, value = ("another file than those of IN", "one") if is_own else ("new", "an existing file")
+                hint = "Write to another path." if is_own else "Use --force to replace it."
+                raise q4.CheckpointError("output", name="OUT", rule=rule, value=value, where=str(path), hint=hint)
+        for item in items:
+            item.replace(home / item.name)
+        old = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(self.path.suffix)}(\.index\.json)?")
+        for path in [*home.iterdir()] if self.force else ():
+            is_stale = old.fullmatch(path.name) and path.name not in {item.name for item in items}
+            if is_stale and not (self.source is not None and _is_part(path, self.source)):
+                path.unlink()
+
+
+def _is_part(path: Path, source: Path) -> bool:
+    """Return whether a file that is there is one of those that IN, opened as ``source``, consists of."""
+    if path.is_dir():
+        return any(path.samefile(item) for item in (source, source.parent))
+    names, text = [source.name], path.name.encode()
+    if source.name.endswith(".index.json"):
+        names += {*json.loads(source.read_text(encoding="utf-8"))["weight_map"].values()}
+    elif _PART.search(source.name):
+        names += [
+            item.name for item in source.parent.iterdir() if _PART.sub("", item.name) == _PART.sub("", source.name)
+        ]
+    elif source.suffix == ".onnx" and path.parent.absolute().is_relative_to(source.parent.absolute()):
+        with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            names += [os.path.relpath(path, source.parent)] if data.find(text) >= 0 else []  # it names external data
+    found = [source.parent / name for name in names]
+    return any(item.exists() and path.samefile(item) for item in found)
+
+
+def _publish_companions(staging: Path, folder: Path) -> None:
+    """Move the small files to their names, and remove what says how the model that was here before is packed."""
+    new = sorted(item.name for item in staging.iterdir())
+    for name in new:
+        (staging / name).replace(folder / name)
+    for name in _CONFIGS - {"config.json", *new}:
+        (folder / name).unlink(missing_ok=True)
+    staging.rmdir()
 
 
 def _lock(descriptor: int, where: str) -> None:
@@ -217,8 +262,12 @@ def identity_of(path: Path, **facts: Any) -> str:
     """Return a text that is the same as long as the files of a checkpoint and the facts of a command are."""
     is_several = path.is_dir() or path.name.endswith(".index.json") or "-of-" in path.name
     home = path if path.is_dir() else path.parent
-    found = [item for item in home.iterdir() if item.is_file()] if is_several else [path]
-    files = [item for item in found if item == path or item.name.endswith((*_WEIGHT_FILES, "config.json"))]
+    found = [item for item in home.iterdir() if item.is_file()]
+    files = [
+        item
+        for item in found
+        if item == path or item.name in _CONFIGS or (is_several and item.name.endswith((*_WEIGHT_FILES, "config.json")))
+    ]
     states = [[str(item.absolute()), item.stat().st_size, item.stat().st_mtime_ns] for item in sorted(files)]
     return json.dumps({"files": states, "version": q4.__version__, **facts}, sort_keys=True)
 
