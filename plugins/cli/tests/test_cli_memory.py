@@ -67,10 +67,11 @@ def test_inspecting_50_gigabytes_is_quick_and_small(shards: int, tmp_path: Path)
 WHOLE = """
 import json, sys, time
 from q4_cli.app import run
-from tests.support.footprint import peak_resident
+from tests.support.footprint import PeakAnonymous
 
-status = run(["inspect", sys.argv[1]])
-print(json.dumps({"status": status, "seconds": time.process_time(), "peak": peak_resident()}))
+with PeakAnonymous() as peak:
+    status = run(["inspect", sys.argv[1]])
+print(json.dumps({"status": status, "seconds": time.process_time(), "peak": peak.bytes}))
 """
 EXPERTS, MODEL_LAYERS, PARTS = 64, 18, 20
 
@@ -81,7 +82,8 @@ EXPERTS, MODEL_LAYERS, PARTS = 64, 18, 20
 def test_inspecting_100_gigabytes_of_experts_is_quick_and_small(kind: str, tmp_path: Path) -> None:
     """``q4 inspect`` of 3,528 layers, 100 GB in 20 shards, takes less than 5 s and 300 MB, Python and torch included.
 
-    The time is the processor's, of all threads.
+    The time is the processor's, of all threads. Pages of torch's libraries are not counted: 75 to 135 MB of them are
+    resident, as the system's file cache has them in small or in large pages; 80 MB of the 300 are left to them.
     """
     sizes = {
         **dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (4096, 4096)),
@@ -99,4 +101,4 @@ def test_inspecting_100_gigabytes_of_experts_is_quick_and_small(kind: str, tmp_p
     assert found["status"] == 0
     assert f"{len(layers):,} packed layers" in found["printed"][-2]
     assert found["seconds"] < scaled(5.0)
-    assert found["peak"] < 300e6
+    assert found["peak"] < 300e6 - 80e6
