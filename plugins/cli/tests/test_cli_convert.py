@@ -290,7 +290,9 @@ def test_layers_that_gguf_can_not_hold_are_listed(tmp_path: Path, capsys: pytest
     source = tmp_path / "in.safetensors"
     q4.save_checkpoint(source, packed(2, "nf4"), dialect="bitsandbytes")
     words = ["convert", source, tmp_path / "out.gguf", "--dialect", "gguf"]
-    assert len(answer(capsys, *words, status=2)["error"]["details"]["layers"]) == 2
+    error = answer(capsys, *words, status=2)["error"]
+    assert len(error["details"]["layers"]) == 2
+    assert "`q4 convert --requantize --format Q4_K`" in error["message"]
     for format_name in ("q8_0", "q4_0", "mxfp4", "iq4_nl"):
         record = answer(capsys, *words, "--requantize", "--format", format_name, "--force")
         assert {(item["how"], item["to"]) for item in record["layers"]} == {("packed again", format_name)}
@@ -387,3 +389,69 @@ def test_small_files_belong_to_what_is_continued(name: str, tmp_path: Path) -> N
     assert identity_of(source) == before
     (source.parent / name).write_text('{"bits": 4}')
     assert identity_of(source) != before
+
+
+@pytest.mark.parametrize("order", [(256, 576), (576, 256)])
+def test_a_layer_does_not_decide_on_others(
+    order: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """K decides which type a layer gets, whatever the layers before it became."""
+    layers = {f"l{index}": q4.quantize(torch.randn(8, columns), "nf4") for index, columns in enumerate(order)}
+    q4.save_checkpoint(tmp_path / "in.safetensors", layers, dialect="bitsandbytes")
+    answer(capsys, "convert", "in.safetensors", "out.gguf", "--dialect", "gguf", "--requantize")
+    found = {item["name"]: item["type"] for item in answer(capsys, "inspect", "out.gguf")["layers"]}
+    assert found == {f"l{index}": "Q4_K" if columns == 256 else "Q4_1" for index, columns in enumerate(order)}
+
+
+def test_a_continued_run_packs_as_it_was_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan that a killed run left has each layer's recipe, and nothing else is tried."""
+    layers = {f"l{columns}": q4.quantize(torch.randn(8, columns), "nf4") for columns in (256, 576)}
+    q4.save_checkpoint(tmp_path / "in.safetensors", layers, dialect="bitsandbytes")
+    words = ["convert", "in.safetensors", "out.gguf", "--dialect", "gguf", "--requantize"]
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("q4_gguf.writer._Contents.add_layer", stop)
+        run(words)
+    path = tmp_path / ".out.gguf.q4-partial" / "plan.json"
+    plan = json.loads(path.read_text())
+    assert plan["recipes"].keys() == layers.keys()
+    plan["recipes"]["l256"] = {"format": "q8_0"}
+    path.write_text(json.dumps(plan))
+    capsys.readouterr()
+    answer(capsys, *words)
+    found = {item["name"]: item["type"] for item in answer(capsys, "inspect", "out.gguf")["layers"]}
+    assert found == {"l256": "Q8_0", "l576": "Q4_1"}
+
+
+@pytest.mark.parametrize(("dialect", "known"), [("gguf", "Q4_K, Q6_K"), ("gptq", "int4")])
+def test_an_unknown_format_is_refused_first(
+    dialect: str, known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message lists what the target is written in, though every layer would fit as it is."""
+    q4.save_checkpoint(tmp_path / "in", packed(1, "int4", symmetric=True), dialect="gptq", config={})
+    out = "out.gguf" if dialect == "gguf" else "out"
+    words = ["convert", "in", out, "--dialect", dialect, "--requantize", "--format"]
+    for name in ("Q4_L", "nf4"):
+        error = answer(capsys, *words, name, status=2)["error"]
+        assert "--format" in error["message"]
+        assert known in error["message"]
+
+
+def test_the_format_asked_for_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--requantize --format`` changes layers that would fit as they are, but those of that type, and lists losses."""
+    layers = {"a": q4.quantize(torch.randn(8, 256), "q4_0"), "b": q4.quantize(torch.randn(8, 256), "q8_0")}
+    q4.save_checkpoint(tmp_path / "in.gguf", layers, dialect="gguf")
+    words = ["convert", "in.gguf", "out.gguf", "--dialect", "gguf", "--requantize", "--force", "--format"]
+    for name in ("Q8_0", "Q6_K", "Q4_K", "q4_0"):
+        record = answer(capsys, *words, name)
+        assert {item["type"] for item in answer(capsys, "inspect", "out.gguf")["layers"]} == {name.upper()}
+        assert [item["how"] for item in record["layers"]] == [
+            "exact" if name == "q4_0" else "packed again",
+            "exact" if name == "Q8_0" else "packed again",
+        ]
+        assert record["layers"][0]["relative_rms_error"] > 0 or name == "q4_0"

@@ -11,13 +11,14 @@ import attrs
 import torch
 
 import q4core as q4
+from q4_cli.options import illegal
 from q4core.plugin_api import counted, emit, find_dialect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["Contents", "Conversion", "Steps", "find_sink", "note_losses"]
+__all__ = ["Contents", "Conversion", "Steps", "find_asked", "find_sink", "note_losses"]
 
 _CHUNK_ELEMENTS = 1 << 22
 _ALIKE = {"q4_0": "int4", "q8_0": "int8"}
@@ -84,7 +85,9 @@ class Conversion:
     skip: Sequence[str] = ()
     facts: dict[str, dict[str, Any]] = attrs.field(factory=dict, init=False)
     """Module → ``how`` (``exact``, ``rounded``, ``packed again``, ``dense``), ``to`` and the errors."""
-    _recipes: dict[str, dict[str, Any]] = attrs.field(factory=dict, init=False)
+    recipes: dict[str, dict[str, Any]] = attrs.field(factory=dict, init=False)
+    """Module → options of ``q4core.quantize`` by which it is packed again, as JSON has them."""
+    _known: dict[tuple[str, int], dict[str, Any]] = attrs.field(factory=dict, init=False)
 
     @property
     def modules(self) -> list[str]:
@@ -160,53 +163,89 @@ class Conversion:
             except q4.DialectError as error:
                 first = first or error
             else:
-                return candidate, "exact"
-        if first is None or not self.requantize:
-            raise first or AssertionError
+                if self._is_asked(module, candidate):
+                    return candidate, "exact"
+        if first is not None and not self.requantize:
+            raise first
         for candidate in [*map(self.sink.approximate, exact), *_flattened(weight)]:
             try:
                 self.sink.write(module, candidate)
             except q4.DialectError:
                 continue
-            return candidate, "rounded"
+            if self._is_asked(module, candidate):
+                return candidate, "rounded"
         return self._packed_again(module, weight, first), "packed again"
 
-    def _packed_again(self, module: str, weight: q4.PackedWeight, first: q4.DialectError) -> q4.PackedWeight:
-        """Return the weight's values in a format that the sink holds; the first recipe that it takes is used again."""
+    def _is_asked(self, module: str, weight: q4.PackedWeight) -> bool:
+        """Return whether a weight that the sink takes has the format that the user named, if any."""
+        own: Mapping[str, Any] = getattr(self.sink, "recipes", {})
+        if self.format_name in own:
+            return bool(self.sink.type_of(module, weight) == self.format_name)  # type: ignore[attr-defined]
+        return self.format_name in {None, weight.format.name}
+
+    def _packed_again(self, module: str, weight: q4.PackedWeight, first: q4.DialectError | None) -> q4.PackedWeight:
+        """Return the weight's values in a format that the sink holds: by its own recipe, or one of its like."""
         dense = q4.dequantize(weight, torch.float32)
-        reason: q4.Q4Error = first
-        known = self._recipes.get(weight.format.name)
-        for recipe in [known] if known is not None else self._choices(weight):
+        reason: q4.Q4Error | None = first
+        name, alike = weight.format.name, (weight.format.name, weight.in_features)
+        known = self._known.get(alike)
+        choices = (
+            [self.recipes[module]] if module in self.recipes else [*([known] if known else []), *self._choices(name)]
+        )
+        for recipe in choices:
+            kind = recipe.get("scale_kind")
+            options = recipe | ({} if kind is None else {"scale_kind": q4.ScaleKind(kind)})
             try:
-                found = attrs.evolve(q4.quantize(dense, name=module, **recipe), dtype=weight.dtype)
+                found = attrs.evolve(q4.quantize(dense, name=module, **options), dtype=weight.dtype)
                 self.sink.write(module, found)
             except q4.Q4Error as error:
-                reason = error if self.format_name else reason
+                reason = error if self.format_name or reason is None else reason
                 continue
-            self._recipes[weight.format.name] = recipe
+            self._known[alike] = self.recipes[module] = recipe
             return found
-        raise reason
+        raise reason or AssertionError
 
-    def _choices(self, weight: q4.PackedWeight) -> Iterator[dict[str, Any]]:
-        """Yield options of ``q4.quantize``, the likeliest first."""
-        recipes = getattr(self.sink, "recipes", {})  # by the names of the sink's own types, such as Q4_K
-        if self.format_name in recipes:
-            yield dict(recipes[self.format_name])
-            return
+    def _choices(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield options of ``q4core.quantize`` for weights of a format, the likeliest first."""
         own: Mapping[str, Mapping[str, Any]] = getattr(self.sink, "recipes", {})
-        asked = (self.format_name or "").upper()
+        asked = self.format_name
+        for key in _OWN if asked is None else (asked,):
+            if key in own:
+                kind = own[key].get("scale_kind")
+                yield {**own[key]} if kind is None else {**own[key], "scale_kind": kind.value}
         if asked in own:
-            yield dict(own[asked])
             return
-        yield from (dict(own[name]) for name in _OWN if name in own and not asked)
-        formats = {**q4.BUILTIN_FORMATS, **q4.default_registry().formats()}
-        names = [name for name, item in formats.items() if name in self.sink.formats and item.rule in _RULES]
-        names.sort(key=lambda name: (name != weight.format.name, formats[name].bits, _RULES.index(formats[name].rule)))
-        for name in [q4.find_format(self.format_name, formats.values()).name] if self.format_name else names:
-            kinds = sorted(formats[name].scale_kinds, key=lambda kind: kind is not formats[name].scale_kind)
+        formats = _packable(self.sink)
+        names = sorted(
+            (other for other in formats if formats[other].rule in _RULES),
+            key=lambda other: (other != name, formats[other].bits, _RULES.index(formats[other].rule)),
+        )
+        for found in names if asked is None else [asked]:
+            kinds = sorted(formats[found].scale_kinds, key=lambda kind: kind is not formats[found].scale_kind)
             for kind in kinds:
-                for symmetric in (False, True) if name == "int4" else (False,):
-                    yield {"format": name, "scale_kind": kind, "symmetric": symmetric}
+                for symmetric in (False, True) if found == "int4" else (False,):
+                    yield {"format": found, "scale_kind": kind.value, "symmetric": symmetric}
+
+
+def _packable(sink: q4.Dialect) -> dict[str, q4.Format]:
+    """Return the formats of a sink that weights are packed into."""
+    formats = {**q4.BUILTIN_FORMATS, **q4.default_registry().formats()}
+    return {name: item for name, item in formats.items() if name in sink.formats and item.rule}
+
+
+def find_asked(sink: q4.Dialect, name: str | None) -> str | None:
+    """Return the sink's own spelling of what ``--format`` names.
+
+    Raises:
+        ConfigError: The sink has none of that name; the message lists those that it has.
+    """
+    own, formats = [*getattr(sink, "recipes", {})], [*_packable(sink)]
+    if name is None or name.upper() in own:
+        return name and name.upper()
+    if name not in formats:
+        choices = own or formats
+        raise illegal("--format", f"one that {sink.name} is written in ({', '.join(choices)})", name, choices)
+    return name
 
 
 def _is_match(module: str, glob: str) -> bool:

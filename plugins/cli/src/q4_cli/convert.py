@@ -11,7 +11,7 @@ import typer
 
 import q4core as q4
 from q4_cli import options
-from q4_cli.conversion import Contents, Conversion, find_sink, note_losses
+from q4_cli.conversion import Contents, Conversion, find_asked, find_sink, note_losses
 from q4_cli.files import (
     GGUF,
     SUFFIX,
@@ -53,7 +53,8 @@ def convert(  # noqa: PLR0913  # one argument per option
         typer.Option("--requantize", help="Allow the nearest values where exact ones can't be written, and list them."),
     ] = False,
     format: Annotated[  # noqa: A002  # the option's name
-        str | None, typer.Option("--format", metavar="FORMAT", help="What --requantize packs such layers into.")
+        str | None,
+        typer.Option("--format", metavar="FORMAT", help="What --requantize packs layers of other formats into."),
     ] = None,
     skip: Annotated[
         list[str] | None, typer.Option("--skip", metavar="GLOB", help="Write these layers dense; may be repeated.")
@@ -69,6 +70,9 @@ def convert(  # noqa: PLR0913  # one argument per option
     started = time.perf_counter()
     with open_output(as_json=as_json) as output, open_file(source, dialect=read_as) as checkpoint:
         sink = find_sink(dialect)
+        if format is not None and not requantize:
+            raise options.illegal("--format", "given with --requantize, which it belongs to", format)
+        asked_format = find_asked(sink, format)
         is_gguf = sink.name == GGUF[1:]
         target = Target.check(out, checkpoint.path, force=force, suffixes=(GGUF,) if is_gguf else (SUFFIX,))
         if is_gguf and target.is_folder:
@@ -80,11 +84,8 @@ def convert(  # noqa: PLR0913  # one argument per option
             where, hint = str(checkpoint.path), "Use `q4 quantize` to pack a dense checkpoint."
             rule = "a checkpoint with packed layers"
             raise q4.CheckpointError("q4 convert", name="IN", rule=rule, value="none", where=where, hint=hint)
-        if format is not None and not requantize:
-            raise options.illegal("--format", "given with --requantize, which it belongs to", format)
-        conversion = Conversion(
-            _contents(checkpoint, target, is_gguf=is_gguf), sink, requantize, format, tuple(skip or ())
-        )
+        contents = _contents(checkpoint, target, is_gguf=is_gguf)
+        conversion = Conversion(contents, sink, requantize, asked_format, tuple(skip or ()))
         for pattern in conversion.idle:
             output.note(f"no layer matches {pattern!r}")
         asked = {"dialect": dialect, "from": read_as, "requantize": requantize, "format": format}
@@ -135,6 +136,7 @@ def _plan(conversion: Conversion, target: Target, identity: str, output: Output,
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["identity"] == digest:
+            conversion.recipes.update(found["recipes"])
             conversion.facts.update(found["layers"])
             output.note("going on where the last run ended")
             return
@@ -142,7 +144,8 @@ def _plan(conversion: Conversion, target: Target, identity: str, output: Output,
         pass  # none, or one that was cut off
     with output.progress("checking", len(conversion.modules)) as step:
         conversion.check(step, where)
-    path.write_text(json.dumps({"identity": digest, "layers": conversion.facts}), encoding="utf-8")
+    plan = {"identity": digest, "layers": conversion.facts, "recipes": conversion.recipes}
+    path.write_text(json.dumps(plan), encoding="utf-8")
 
 
 def _write(  # noqa: PLR0913  # the facts of one checkpoint

@@ -59,6 +59,10 @@ class GgufDialect(Dialect):
         form_of(module, weight).check()
         return WrittenLayer(tensors={})
 
+    def type_of(self, module: str, weight: PackedWeight) -> str:
+        """Return ggml's name of the type that ``write`` found for a weight."""
+        return form_of(module, weight).type_name
+
     def approximate(self, weight: PackedWeight) -> PackedWeight:
         """Return the weight with scales and offsets rounded to float16, and zero points as offsets."""
         changes: dict[str, Any] = {"activation_scale": None}

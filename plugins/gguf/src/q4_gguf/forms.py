@@ -30,7 +30,7 @@ _SCALES = {
 }  # fmt: skip
 """Type → the least and the greatest scale of a block, of types with super-blocks; offsets have the same range."""
 _CHUNK_ELEMENTS = 1 << 20
-_HINT = "Quantise the layer again to a type that GGUF has: `q4 convert --requantize Q4_K`, for example."
+_HINT = "Quantise the layer again to a type that GGUF has: `q4 convert --requantize --format Q4_K`, for example."
 
 
 def _refuse(module: str, name: str, rule: str, value: object, hint: str = _HINT) -> NoReturn:
