@@ -428,6 +428,23 @@ def test_a_continued_run_packs_as_it_was_planned(
     assert found == {"l256": "Q8_0", "l576": "Q4_1"}
 
 
+def test_skipped_experts_are_one_dense_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All experts of a tensor of GGUF become dense, or none; a part of them is refused before anything is written."""
+    names = [f"blk.0.ffn_up_exps.{number}" for number in range(12)]
+    layers = {name: q4.quantize(torch.randn(8, 64), "q4_0") for name in names}
+    q4.save_checkpoint(tmp_path / "in.gguf", layers, dialect="gguf")
+    words = ["convert", "in.gguf", "out.gguf", "--dialect", "gguf", "--skip"]
+    error = answer(capsys, *words, "*_exps.3", status=2)["error"]["message"]
+    assert "--skip" in error
+    assert "1 of 12" in error
+    assert {item.name for item in tmp_path.iterdir()} == {"in.gguf"}
+    answer(capsys, *words, "*_exps.*")
+    with q4.open("out.gguf") as opened:
+        assert not [*opened]
+        wanted = torch.stack([q4.dequantize(layers[name], torch.float32) for name in names])
+        assert torch.equal(opened.dense["blk.0.ffn_up_exps.weight"], wanted)
+
+
 @pytest.mark.parametrize(("dialect", "known"), [("gguf", "Q4_K, Q6_K"), ("gptq", "int4")])
 def test_an_unknown_format_is_refused_first(
     dialect: str, known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

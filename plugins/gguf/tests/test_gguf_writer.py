@@ -189,6 +189,18 @@ def test_parts_of_the_owner_become_one_file(tmp_path: Path) -> None:
     assert not [key for key in fields(written) if key.startswith("split.")]
 
 
+def test_a_number_alone_makes_no_expert(tmp_path: Path) -> None:
+    """Layers that end in a number, as ``mlp.0``, are matrices; experts are joined, and come back by their numbers."""
+    names = ["mlp.0", "mlp.2", "head.0", "blk.0.ffn_up_exps.0", "blk.0.ffn_up_exps.1"]
+    weights = {name: q4.quantize(torch.randn(4, 64), "q4_0") for name in names}
+    path = q4.save_checkpoint(tmp_path / "m.gguf", weights, dialect="gguf")
+    shapes = {name: shape for name, (_, shape, _) in tensors(path).items()}
+    assert shapes.pop("blk.0.ffn_up_exps.weight") == [64, 4, 2]
+    assert shapes == {f"{name}.weight": [64, 4] for name in names[:3]}
+    with q4.open(path) as opened:
+        assert {*opened} == {*names}
+
+
 def _weight(**changes: Any) -> q4.PackedWeight:
     weight = q4.quantize(torch.randn(4, 64), "q4_0")
     import attrs  # noqa: PLC0415
@@ -265,11 +277,12 @@ BAD: dict[str, tuple[dict[str, Any], type[q4.Q4Error], str]] = {
     "one name twice": (
         {"weights": {"m": _weight()}, "dense": {"m.weight": torch.ones(2)}}, q4.CheckpointError, "tensor name",
     ),
-    "a gap in experts": ({"weights": {"m.0": _weight(), "m.2": _weight()}}, q4.CheckpointError, "layers m"),
+    "a gap in experts": ({"weights": {"m_exps.0": _weight(), "m_exps.2": _weight()}}, q4.CheckpointError, "layers m"),
     "experts that differ": (
-        {"weights": {"m.0": _weight(), "m.1": q4.quantize(torch.randn(4, 64), "q4_1")}}, q4.CheckpointError, "layer",
+        {"weights": {"m_exps.0": _weight(), "m_exps.1": q4.quantize(torch.randn(4, 64), "q4_1")}}, q4.CheckpointError,
+        "layer",
     ),
-    "experts and a matrix": ({"weights": {"m.0": _weight(), "m": _weight()}}, q4.CheckpointError, "layer"),
+    "experts and a matrix": ({"weights": {"m_exps.0": _weight(), "m_exps": _weight()}}, q4.CheckpointError, "layer"),
     "a scale that is not finite": (
         {"weights": {"m": _weight(scale=torch.full((4, 2), torch.nan).half())}}, q4.WeightError, "scale",
     ),

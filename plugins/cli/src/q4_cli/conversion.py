@@ -108,6 +108,7 @@ class Conversion:
         Raises:
             DialectError: Some can't be written; the message has them all, and the ways out.
         """
+        self._check_stacks()
         refused: dict[str, q4.Q4Error] = {}
         for module in self.modules:
             weight = self.contents.weights[module]
@@ -120,6 +121,23 @@ class Conversion:
             step(module)
         if refused:
             raise self._refusal(refused, where)
+
+    def _stacks(self) -> dict[str, dict[int, str]]:
+        """Return the layers that the sink joins: name of the tensor → number → module."""
+        stacks: dict[str, dict[int, str]] = {}
+        find: Any = getattr(self.sink, "stack_of", None)
+        for module in self.contents.weights if find is not None else ():
+            if (found := find(module)) is not None:
+                stacks.setdefault(found[0], {})[found[1]] = module
+        return stacks
+
+    def _check_stacks(self) -> None:
+        for stem, numbered in self._stacks().items():
+            missing = len({*range(max(numbered) + 1)} - numbered.keys())
+            count = sum(map(self._is_skipped, numbered.values()))
+            if count and (missing or count < len(numbered)):
+                rule = f"all experts of {stem}, or none, as {self.sink.name} has one tensor for them"
+                raise illegal("--skip", rule, f"{count} of {len(numbered) + missing}")
 
     def _refusal(self, refused: Mapping[str, q4.Q4Error], where: str) -> q4.DialectError:
         names, first = [*refused], next(iter(refused.values()))
@@ -146,10 +164,18 @@ class Conversion:
     def dense(self, step: Callable[[str], None]) -> Mapping[str, torch.Tensor]:
         """Return the dense tensors, those of skipped layers among them."""
         weights, dense = self.contents.weights, self.contents.dense
-        skipped = {f"{module}.weight": module for module in weights if self._is_skipped(module)}
+        skipped = {f"{module}.weight": [module] for module in weights if self._is_skipped(module)}
+        stacks: dict[str, list[str]] = {}
+        for stem, numbered in self._stacks().items():
+            if self._is_skipped(numbered[0]):
+                stacks[f"{stem}.weight"] = [skipped.pop(f"{numbered[number]}.weight")[0] for number in sorted(numbered)]
+        skipped |= stacks
 
         def get(name: str) -> torch.Tensor:
-            return q4.dequantize(weights[skipped[name]], torch.float32) if name in skipped else dense[name]
+            if name not in skipped:
+                return dense[name]
+            parts = [q4.dequantize(weights[module], torch.float32) for module in skipped[name]]
+            return torch.stack(parts) if name in stacks else parts[0]
 
         return Steps([*dense, *skipped], get, step)
 

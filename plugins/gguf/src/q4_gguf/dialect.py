@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from q4core import Catalogue, LayerSchema, PackedWeight, Problem
 
 __all__ = ["GgufDialect"]
+
+_EXPERT = re.compile(r"(.+exps)\.(0|[1-9]\d*)")
 
 
 class GgufDialect(Dialect):
@@ -58,6 +61,12 @@ class GgufDialect(Dialect):
         """
         form_of(module, weight).check()
         return WrittenLayer(tensors={})
+
+    @staticmethod
+    def stack_of(module: str) -> tuple[str, int] | None:
+        """Return the name of the tensor that holds a layer as one of several experts, and its number there."""
+        found = _EXPERT.fullmatch(module)
+        return None if found is None else (found[1], int(found[2]))
 
     def type_of(self, module: str, weight: PackedWeight) -> str:
         """Return ggml's name of the type that ``write`` found for a weight."""

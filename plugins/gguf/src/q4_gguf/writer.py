@@ -35,7 +35,6 @@ __all__ = ["GgufWriter"]
 
 _SUFFIX, _FACTOR = ".weight", ".scale"
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
-_EXPERT = re.compile(r"(.+)\.(0|[1-9]\d*)")
 _MOST_NAME_BYTES = 63
 _MOST_DIMENSIONS = 4
 _ALIGNMENT, _SPLIT = "general.alignment", "split."
@@ -82,7 +81,7 @@ class GgufWriter:
     def write(self, path: Path, weights: Mapping[str, PackedWeight], request: SaveRequest) -> Path:
         """Write a file, all of it or nothing; see ``q4core.save_checkpoint``.
 
-        The layer ``name`` becomes the tensor ``name.weight``, and the layers ``name.0`` … ``name.E-1`` one of E
+        The layer ``name`` becomes the tensor ``name.weight``, and layers named ``…exps.0`` … ``…exps.E-1`` one of E
         experts. Each has the ggml type whose form it has. With ``max_shard_bytes``, a file that would be larger becomes
         several, ``NAME-00001-of-0000N.gguf``, and the first is returned.
 
@@ -220,11 +219,11 @@ class _Contents:
         stacks: dict[str, dict[int, str]] = {}
         single: dict[str, list[str]] = {}
         for module in self._layers:
-            match = _EXPERT.fullmatch(module)
-            if match is None:
+            found = GgufDialect.stack_of(module)
+            if found is None:
                 single[module] = [module]
             else:
-                stacks.setdefault(match[1], {})[int(match[2])] = module
+                stacks.setdefault(found[0], {})[found[1]] = module
         for stem, numbered in stacks.items():
             missing = sorted({*range(max(numbered) + 1)} - numbered.keys())
             if missing:
