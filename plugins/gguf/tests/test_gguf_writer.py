@@ -300,6 +300,7 @@ BAD: dict[str, tuple[dict[str, Any], type[q4.Q4Error], str]] = {
     "a surrogate": ({"metadata": {"k": "\ud800"}}, q4.CheckpointError, "metadata['k']"),
     "a surrogate in a list": ({"metadata": {"k": ["\ud800"]}}, q4.CheckpointError, "metadata['k'][0]"),
     "an alignment": ({"metadata": {"general.alignment": 3}}, q4.CheckpointError, "metadata['general.alignment']"),
+    "a huge alignment": ({"metadata": {"general.alignment": 1 << 44}}, q4.CheckpointError, "metadata['general.al"),
     "a long key": ({"metadata": {"k" * 65536: 1}}, q4.CheckpointError, "metadata["),
     "a dialect": ({"dialect": "simple-nf4"}, q4.DialectError, "dialect"),
     "a config": ({"config": {}}, q4.CheckpointError, "config"),

@@ -119,7 +119,9 @@ def test_a_llama_goes_to_a_folder_and_back(
             assert before.tokenizer.encode(text) == after.tokenizer.encode(text)
 
 
-def test_vocabularies_without_an_equal_are_refused(vocabulary: dict[str, Any], tmp_path: Path) -> None:
+def test_vocabularies_without_an_equal_are_refused(
+    vocabulary: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Another model, normaliser or pre-tokeniser, and more tokens than rows, are named."""
     files = tokenizer_files(Metadata(vocabulary, "here"))
     (tmp_path / "tokenizer_config.json").write_text(files["tokenizer_config.json"])
@@ -140,7 +142,14 @@ def test_vocabularies_without_an_equal_are_refused(vocabulary: dict[str, Any], t
     with pytest.raises(q4.CheckpointError, match="rows of the embedding"):
         vocabulary_keys(tmp_path, 100)
     (tmp_path / "tokenizer.json").unlink()
-    assert vocabulary_keys(tmp_path, 100) == {}
+    with caplog.at_level("DEBUG", logger="q4core"):
+        assert vocabulary_keys(tmp_path, 100) == {}
+    assert "q4.lm.vocabulary" in caplog.text
+    for name in ("tokenizer.model", "vocab.json"):
+        (tmp_path / name).write_bytes(b"{}")
+        with pytest.raises(q4.CheckpointError, match=r"tokenizer\.json.*save_pretrained"):
+            vocabulary_keys(tmp_path, 100)
+        (tmp_path / name).unlink()
 
 
 @pytest.mark.parametrize("prefix", [True, False])

@@ -38,6 +38,7 @@ _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _MOST_NAME_BYTES = 63
 _MOST_DIMENSIONS = 4
 _ALIGNMENT, _SPLIT = "general.alignment", "split."
+_MOST_ALIGNMENT = 1 << 20
 _VERSION, _FILE_TYPE = "general.quantization_version", "general.file_type"
 _MOST_PARTS = 99_999
 _CHUNK_BYTES = 1 << 23
@@ -133,8 +134,9 @@ def _check_request(path: Path, request: SaveRequest) -> None:
     if _PART.search(path.name.removesuffix(".gguf")):
         _fail("path", "the name of a whole model, to which the numbers of parts are added", path.name)
     alignment = (request.metadata or {}).get(_ALIGNMENT, 32)
-    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        _fail(f"metadata[{_ALIGNMENT!r}]", "a power of two", alignment)
+    is_whole = isinstance(alignment, int) and not isinstance(alignment, bool)
+    if not is_whole or not 1 <= alignment <= _MOST_ALIGNMENT or alignment & (alignment - 1):
+        _fail(f"metadata[{_ALIGNMENT!r}]", f"a power of two, at most {_MOST_ALIGNMENT}", alignment)
 
 
 class _Contents:

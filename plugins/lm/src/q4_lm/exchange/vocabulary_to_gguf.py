@@ -16,6 +16,7 @@ from q4_lm.tokenizers.hf_tokenizer import read_chat_template, read_engine, token
 from q4_lm.tokenizers.vocabulary import build_tokenizer
 from q4_lm.tokenizers.words import RECIPES
 from q4core import CheckpointError
+from q4core.plugin_api import emit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,8 @@ __all__ = ["vocabulary_keys"]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _ROLES = {"bos": "bos_token", "unknown": "unk_token", "padding": "pad_token"}
 _ENDS = ("eos", "eot", "eom")
+_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+"""Vocabularies in other files."""
 _DIGITS = r"\p{N}"
 _PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -42,17 +45,25 @@ _PROBES = (
 
 
 def vocabulary_keys(folder: Path, count: int) -> dict[str, Any]:
-    """Return the metadata of a folder's vocabulary; nothing where there is no ``tokenizer.json``.
+    """Return the metadata of a folder's vocabulary; nothing where the folder has none.
 
     Args:
         folder: The folder.
         count: Rows of the embedding; numbers without a token get an unused one.
 
     Raises:
-        CheckpointError: The kind of vocabulary or its pre-tokeniser has no name in GGUF files, or the texts would be
-            cut otherwise.
+        CheckpointError: The kind of vocabulary or its pre-tokeniser has no name in GGUF files, the texts would be
+            cut otherwise, or the folder has a vocabulary and no ``tokenizer.json``.
     """
     if not (folder / "tokenizer.json").is_file():
+        for name in _OTHERS:
+            if (folder / name).is_file():
+                make = "transformers.AutoTokenizer.from_pretrained(folder, use_fast=True).save_pretrained(folder)"
+                rule, where = "next to tokenizer.json, which alone is read", str(folder / name)
+                raise CheckpointError(
+                    "GGUF metadata", name=name, rule=rule, value="alone", where=where, hint=f"Make one: {make}."
+                )
+        emit("q4.lm.vocabulary", state="none", where=str(folder))
         return {}
     return _Vocabulary(folder, count).metadata()
 
