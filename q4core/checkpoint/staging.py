@@ -30,7 +30,7 @@ class Staging:
 
     Args:
         folder: Where the files will be published.
-        resume: What is written, as a text: a killed writer's files under the same text are gone on with.
+        resume: What is written, as a text: a killed writer's files under the same text are resumed.
 
     Raises:
         OSError: The folder can't be written, or another process writes the same there.

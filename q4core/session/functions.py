@@ -94,7 +94,7 @@ def save_checkpoint(  # noqa: PLR0913  # one argument per fact
         max_shard_bytes: Start a new file before this many bytes of tensors; only for a folder and for GGUF. None writes
             one file.
         lossy: Allow what can't be expressed exactly to be rounded or left out.
-        resume: A text that says what is written: the next run with the same text goes on where a killed one ended.
+        resume: A text that says what is written: the next run with the same text resumes where a killed one ended.
 
     Returns:
         The file, or the index of the shards.

@@ -1,4 +1,4 @@
-"""Which ggml type holds a packed weight, and the weight's bytes in it."""
+"""The ggml type that holds a packed weight, and the weight's bytes in it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``Stored``: the temporary file with the bytes of tensors, and a journal by which the next writer can go on.
+"""``Stored``: the temporary file with the bytes of tensors, and a journal by which the next writer can resume.
 
 Bytes are written first, then a line that describes them. The next writer of the same checks the digest of each line. It
-goes on behind the last one that holds.
+resumes behind the last one that holds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``Journal``: what a writer has stored so far, a line for each layer or tensor, so that the next one can go on.
+"""``Journal``: what a writer has stored so far, a line for each layer or tensor, so that the next one can resume.
 
 A line is written once its bytes are. The next writer checks every byte against its digest, drops all from the first
-line on that does not hold, and goes on there.
+line on that does not hold, and resumes there.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Shard:
     """One file under construction.
 
     Args:
-        path: A temporary name for the file. What is there already, of a writer that was killed, is gone on with: see
+        path: A temporary name for the file. What is there already, of a writer that was killed, is resumed: see
             ``adopt``.
         hashed: Whether ``add`` returns digests.
 
