@@ -36,6 +36,7 @@ def test_reader_passes(name: str, case: object, install: Callable[..., None]) ->
     (chosen,) = [item for item in CASES if item == case]
     result = run_case(chosen, subject)
     is_due = subject.writer is not None or chosen.contract == "EX-23"
+    is_due &= (name, chosen.part) != ("onnx", "parts")  # ONNX has no models in several files
     assert result.outcome is (Outcome.PASS if is_due else Outcome.NOT_DECLARED), result
 
 
