@@ -81,7 +81,7 @@ class Made:
         """Return the bytes with a piece in the place of others; a number that counts the header counts it, too."""
         changed = bytearray(self.data if data is None else data)
         start = self.start + len(changed) - len(self.data)
-        for place in range(min(at, 64)):
+        for place in range(min(at, start - 7, 64)):
             length = start - place - 8
             if len(piece) != size and at < start and changed[place : place + 8] == length.to_bytes(8, "little"):
                 changed[place : place + 8] = (length + len(piece) - size).to_bytes(8, "little")
@@ -299,7 +299,9 @@ def _check_hostile(subject: FileSubject, folder: Path) -> str:
             refused += not isinstance(answer, dict)
             opened += isinstance(answer, dict)
 
-    judge_twins(made)
+    between = made.data[made.start : made.end]
+    if not any(name.encode() in between for name in _NAMES):  # facts between tensors say no places, which could overlap
+        judge_twins(made)
     rise = rise_of(judge)
     expect(rise < _MEMORY, f"damaged files of {len(made.data):,} bytes take {rise:,} bytes of memory")
     expect(refused, "no damaged header is refused")
