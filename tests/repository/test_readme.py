@@ -72,6 +72,22 @@ def test_ci_runs_the_two_commands() -> None:
     assert all(f"\n{command} " in script.partition('/q4core"\n')[2] for command in commands)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/write-a-backend/index.md"])
+def test_installing_from_a_clone_names_what_it_needs(page: str) -> None:
+    """No index has our packages: those that pip is given depend on no other one, or pip would look there for it."""
+    section = (ROOT / page).read_text(encoding="utf-8").partition("## Install")[2].partition("\n## ")[0]
+    folders = set(re.findall(r"(?:-e |'\./)(\.|[a-z][\w/-]+)", section))
+    projects = [(ROOT / folder / "pyproject.toml").read_text(encoding="utf-8") for folder in folders]
+    names = {re.findall(r'^name = "(.*)"', text, re.MULTILINE)[0] for text in projects}
+    needed = {name for text in projects for name in re.findall(r'^    "(q4[\w-]+)', _dependencies(text), re.MULTILINE)}
+    assert {"q4core", "q4-cli"} <= names
+    assert needed - names == set()
+
+
+def _dependencies(project: str) -> str:
+    return project.partition("\ndependencies = [")[2].partition("\n]")[0]
+
+
 def test_commands_are_there() -> None:
     """``q4 --help`` lists each command that the README names."""
     command = [sys.executable, "-m", "q4_cli", "--help"]
