@@ -24,7 +24,28 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXACT = q4.SessionConfig(device="cpu", activation_precision="exact", compute_dtype=torch.float32)
+
+
 TEXTS = ("the thing in 12", "<|im_start|>user\nthe<|im_end|>", "  a\n\n b ü€", "<added> the<added>", "")
+
+
+def test_an_embedding_is_dequantised_some_rows_at_a_time(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packed embedding becomes dense in chunks, with the same values; no call has more rows than a chunk's."""
+    with q4.open(tiny_llama) as checkpoint:
+        assert "token_embd" in checkpoint
+        expected = q4.dequantize(checkpoint["token_embd"], torch.float32)
+        asked = []
+        monkeypatch.setattr("q4_lm.exchange.gguf_to_hf._CHUNK_ELEMENTS", 7 * expected.shape[1])
+
+        def dequantize(weight: q4.PackedWeight, dtype: torch.dtype, rows: slice) -> torch.Tensor:
+            asked.append(rows.stop - rows.start)
+            return real(weight, dtype, rows=rows)
+
+        real = q4.dequantize
+        monkeypatch.setattr(q4, "dequantize", dequantize)
+        found = to_hf_folder(checkpoint).dense["model.embed_tokens.weight"]
+    assert torch.equal(found.to(torch.float32), expected)
+    assert max(asked) == 7
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

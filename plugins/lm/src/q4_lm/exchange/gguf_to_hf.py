@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from q4_lm.models.config import TransformerConfig
     from q4core import Checkpoint
 
-__all__ = ["GEMMA", "HfFolder", "LazyItems", "to_hf_folder"]
+__all__ = ["HfFolder", "LazyItems", "to_hf_folder"]
 
-GEMMA = frozenset({"gemma2", "gemma3"})
-"""Kinds whose converter adds to norms the 1 that the model adds."""
+_CHUNK_ELEMENTS = 1 << 24
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 
 
@@ -121,13 +120,26 @@ class _Parts:
 
     def tensor(self, name: str, source: str) -> torch.Tensor:
         if source in self.checkpoint:
-            return q4.dequantize(self.checkpoint[source], torch.float32).to(self.dtype)
+            weight = self.checkpoint[source]
+            dense = torch.empty(weight.shape, dtype=self.dtype)
+            for rows, values in _some_rows(weight):
+                dense[rows] = values.to(self.dtype)
+            return dense
         found = self.checkpoint.dense[source]
-        rows = order_of_rows(self.config, name.rpartition(".")[0], found.shape[0])
-        found = found if rows is None else found[rows]
+        order = order_of_rows(self.config, name.rpartition(".")[0], found.shape[0])
+        found = found if order is None else found[order]
         if self.config.norm == "offset_rms" and found.dim() == 1:  # to which the converter added transformers' 1
             found = found.to(torch.float32) - 1
         return found.to(self.dtype)
+
+
+def _some_rows(weight: q4.PackedWeight) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield a weight's values in float32, some rows at a time: an embedding may be most of a model."""
+    rows, columns = weight.shape
+    step = max(1, _CHUNK_ELEMENTS // columns)
+    for start in range(0, rows, step):
+        some = slice(start, min(start + step, rows))
+        yield some, q4.dequantize(weight, torch.float32, rows=some)
 
 
 def _exact_dtype(parts: _Parts, dense: Mapping[str, str]) -> torch.dtype:
@@ -136,6 +148,9 @@ def _exact_dtype(parts: _Parts, dense: Mapping[str, str]) -> torch.dtype:
     for name, source in sorted(dense.items(), key=lambda item: item[1] in parts.checkpoint):  # the smaller ones first
         if not known:
             break
-        values = parts.tensor(name, source)
-        known = [dtype for dtype in known if torch.equal(values.to(dtype).to(torch.float32), values)]
+        is_packed = source in parts.checkpoint
+        for _, values in _some_rows(parts.checkpoint[source]) if is_packed else [(None, parts.tensor(name, source))]:
+            known = [dtype for dtype in known if torch.equal(values.to(dtype).to(torch.float32), values)]
+            if not known:
+                break
     return known[0] if known else torch.float32
