@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -220,6 +221,13 @@ class WritesHalf(ToyWriter):
 
     def append(self, file: BinaryIO, tensor: torch.Tensor) -> None:
         super().append(file, tensor.half().to(tensor.dtype))
+
+
+@_writer_fault("promises-layers", "round", "no weight is written")
+class PromisesLayers(ToyWriter):
+    """Has a dialect, none of whose weights it writes."""
+
+    dialect = SimpleNamespace(formats={"nf4"})
 
 
 @_writer_fault("leaves-temporary-files", "atomic", "it leaves .toy-")

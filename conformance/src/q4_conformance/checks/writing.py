@@ -85,6 +85,8 @@ def _check_round(subject: FileSubject, folder: Path) -> str:
                 seen.append(what)
                 break
     if not seen:
+        promised = ", ".join(sorted(getattr(getattr(subject.writer, "dialect", None), "formats", ())))
+        expect(not promised, f"no weight is written, and the writer's own dialect has {promised}")
         subject.write(path, {}, dense=dense)
         expect_tensors(subject.read(path), dense, "dense tensors alone")
     expect([*folder.iterdir()] == [path], f"other files are left: {sorted(item.name for item in folder.iterdir())}")
