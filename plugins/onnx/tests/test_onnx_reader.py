@@ -178,6 +178,24 @@ def test_graphs_in_attributes_are_read(tmp_path: Path) -> None:
     assert _same(q4.dequantize(opened["p"], torch.float32), matrix.value)
 
 
+def test_branches_may_use_the_same_names(tmp_path: Path) -> None:
+    """Each branch of an If has initializers of its own, and its operators mean these."""
+    one, other = packed(4), packed(5)
+    then, alternative = (
+        graph([node("MatMulNBits", item.names("p"), name, numbers=item.numbers)], item.tensors("p"))
+        for item, name in ((one, "n"), (other, "m"))
+    )
+    branches = [(b"then_branch", then), (b"else_branch", alternative)]
+    attributes = [field(5, field(1, name.decode()) + field(6, inner) + field(20, 5)) for name, inner in branches]
+    outer = field(1, "cond") + field(2, "y") + field(4, "If") + b"".join(attributes)
+    opened = _open(tmp_path / "a.onnx", [outer], [])
+    found = [q4.dequantize(opened[module], torch.float32) for module in opened]
+    assert len(found) == 2
+    assert _same(found[0], one.value)
+    assert _same(found[1], other.value)
+    assert not torch.equal(found[0], found[1])
+
+
 @pytest.mark.parametrize("operator", ["MatMulInteger", "DequantizeLinear", "QMoE", "MatMulBnb4"])
 def test_bytes_of_other_operators_are_named(tmp_path: Path, operator: str) -> None:
     """A byte matrix of any other operator is packed data that is not read, and never dense."""

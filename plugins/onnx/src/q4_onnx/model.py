@@ -61,6 +61,7 @@ class Model:
         self.nodes: list[Node] = []
         self.tensors: dict[str, Tensor] = {}
         self.doubled: list[str] = []
+        self.graphs = 0
 
 
 def graph_of(wire: Wire) -> tuple[int, int]:
@@ -118,16 +119,32 @@ def _read_graph(wire: Wire, place: tuple[int, int], model: Model, depth: int) ->
     """Add the nodes and initializers of a graph, and of the graphs in its nodes' attributes."""
     if depth > _MOST_NESTED:
         wire.fail("graph", f"nested at most {_MOST_NESTED} deep", "deeper")
+    model.graphs += 1
+    number, first, own = model.graphs, len(model.nodes), dict[str, "Tensor"]()
     for field in wire.fields(*place, "graph"):
         if field.number == _NODE:
             _read_node(wire, wire.span(field, "node"), model, depth)
         elif field.number == _INITIALIZER:
             tensor = read_tensor(wire, *wire.span(field, "initializer"))
-            if not tensor.name or tensor.name in model.tensors:
+            if not tensor.name or tensor.name in own:
                 model.doubled.append(tensor.name)
-            model.tensors[tensor.name] = tensor
-        if max(len(model.nodes), len(model.tensors), len(model.doubled)) > _MOST_ITEMS:
+            own[tensor.name] = tensor
+        if max(len(model.nodes), len(model.tensors) + len(own), len(model.doubled)) > _MOST_ITEMS:
             wire.fail("graph", f"of at most {_MOST_ITEMS} nodes and initializers", "more")
+    _take(own, model, first, f"#{number}" if depth else "")
+
+
+def _take(own: dict[str, Tensor], model: Model, first: int, mark: str) -> None:
+    """Add a graph's initializers. Two branches of an If may use the same names: those of the second one are marked."""
+    renamed = {name: f"{name}{mark}" for name in own.keys() & model.tensors.keys()}
+    if renamed:
+        for index, node in enumerate(model.nodes[first:], first):
+            model.nodes[index] = node._replace(inputs=tuple(renamed.get(name, name) for name in node.inputs))
+    for name, tensor in own.items():
+        key = renamed.get(name, name)
+        if key in model.tensors:
+            model.doubled.append(name)
+        model.tensors[key] = tensor
 
 
 def _read_node(wire: Wire, place: tuple[int, int], model: Model, depth: int) -> None:
