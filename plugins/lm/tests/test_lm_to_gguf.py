@@ -144,7 +144,7 @@ def test_vocabularies_without_an_equal_are_refused(
     (tmp_path / "tokenizer.json").unlink()
     with caplog.at_level("DEBUG", logger="q4core"):
         assert vocabulary_keys(tmp_path, 100) == {}
-    assert "q4.lm.vocabulary" in caplog.text
+    assert "q4.vocabulary" in caplog.text
     for name in ("tokenizer.model", "vocab.json"):
         (tmp_path / name).write_bytes(b"{}")
         with pytest.raises(q4.CheckpointError, match=r"tokenizer\.json.*save_pretrained"):

@@ -8,6 +8,7 @@ Reference:
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from q4_lm.models.metadata import Metadata
@@ -63,7 +64,7 @@ def vocabulary_keys(folder: Path, count: int) -> dict[str, Any]:
                 raise CheckpointError(
                     "GGUF metadata", name=name, rule=rule, value="alone", where=where, hint=f"Make one: {make}."
                 )
-        emit("q4.lm.vocabulary", state="none", where=str(folder))
+        emit("q4.vocabulary", level=logging.WARNING, state="none", where=str(folder))
         return {}
     return _Vocabulary(folder, count).metadata()
 
