@@ -139,7 +139,8 @@ def _take(own: dict[str, Tensor], model: Model, first: int, mark: str) -> None:
     renamed = {name: f"{name}{mark}" for name in own.keys() & model.tensors.keys()}
     if renamed:
         for index, node in enumerate(model.nodes[first:], first):
-            model.nodes[index] = node._replace(inputs=tuple(renamed.get(name, name) for name in node.inputs))
+            inputs = tuple(renamed.get(name, name) for name in node.inputs)
+            model.nodes[index] = Node(*node[:3], inputs, *node[4:])
     for name, tensor in own.items():
         key = renamed.get(name, name)
         if key in model.tensors:
