@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,8 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> float:
 def test_a_busy_machine_has_longer_limits(busy: float) -> None:
     """Where cores are shared, a limit is as many times longer, or more where a little work takes longer still."""
     assert limits.scaled(10.0) >= 10 * busy
-    with limits.within(0.0001 / busy):
-        pass
+    with limits.within(0.2):
+        time.sleep(0.3)
 
 
 def test_an_idle_machine_has_the_limit_itself(monkeypatch: pytest.MonkeyPatch) -> None:
