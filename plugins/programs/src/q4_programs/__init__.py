@@ -13,6 +13,7 @@ from q4_programs.operations import EmissionError, Value
 from q4_programs.program import Buffer, Op, Program, Step, View
 from q4_programs.records import ProgramRecord, refuse
 from q4_programs.reference import REFERENCE
+from q4_programs.sparse import SparseBuilder, SparseWeight
 from q4_programs.watch import Watch
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "ProgramRecord",
     "Runner",
     "RunsPrograms",
+    "SparseBuilder",
+    "SparseWeight",
     "Step",
     "Value",
     "View",
