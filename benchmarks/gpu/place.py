@@ -10,6 +10,8 @@ from typing import Any
 import attrs
 import torch
 
+from q4_triton_kernels.target import driver_version
+
 __all__ = ["NoPlaceError", "Place", "find_place", "versions"]
 
 _PACKAGES = ("torch", "triton", "cupy-cuda13x", "numpy")
@@ -90,7 +92,6 @@ def find_place(index: int = 0) -> Place:
             "TRITON_INTERPRET=1 with --tiny tries the plumbing on the CPU; --dry-run shows what would run."
         )
     facts: Any = torch.cuda.get_device_properties(index)
-    driver: Any = getattr(torch._C, "_cuda_getDriverVersion", int)  # noqa: SLF001  # its only name
     return Place(
         device=torch.device("cuda", index),
         name=facts.name,
@@ -98,5 +99,5 @@ def find_place(index: int = 0) -> Place:
         memory_bytes=facts.total_memory,
         cache_bytes=getattr(facts, "L2_cache_size", _USUAL_CACHE_BYTES),
         processors=facts.multi_processor_count,
-        driver=driver(),
+        driver=driver_version() or 0,
     )

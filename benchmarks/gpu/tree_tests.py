@@ -20,6 +20,7 @@ FOLDERS = (
     "plugins/nf4-cuda/tests",
     "plugins/nvfp4-native/tests",
     "plugins/um-managed/tests",
+    "plugins/actors/tests",
     "tests",
 )
 _NOTHING_COLLECTED = 5

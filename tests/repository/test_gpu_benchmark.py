@@ -372,10 +372,38 @@ def test_a_report_is_summed_up() -> None:
     assert stored["passed_by_fallback"] == 6
 
 
+BARE = """
+import importlib.abc, importlib.metadata, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"hypothesis", "matplotlib", "sklearn", "typer", "gguf"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+find = importlib.metadata.MetadataPathFinder.find_distributions
+
+def without_ours(*arguments, **options):
+    return (found for found in find(*arguments, **options) if not found.metadata["Name"].startswith("q4"))
+
+importlib.metadata.MetadataPathFinder.find_distributions = without_ours
+"""
+"""Makes a ``sitecustomize`` of a machine with few packages, where none of ours is installed."""
+
+
+def _bare(folder: Path) -> dict[str, str]:
+    """Return the environment of a process on such a machine; our packages are found in the tree alone."""
+    (folder / "sitecustomize.py").write_text(BARE)
+    left_out = {"TRITON_INTERPRET", "PYTHONPATH", "PYTEST_ADDOPTS", "Q4_PLUGIN_MODULES"}
+    environment = {key: value for key, value in os.environ.items() if key not in left_out}
+    here = os.pathsep.join([str(folder), *(path for path in sys.path if path)])
+    return environment | {"PYTHONPATH": here, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
 @pytest.mark.slow
 def test_a_source_tree_is_enough(tmp_path: Path) -> None:
-    """Every stage runs from the tree, wherever it is started, with no variable that says where our packages are."""
-    environment = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "Q4_PLUGIN_MODULES"}}
+    """Every stage runs from the tree, wherever it is started, where none of our packages is installed."""
+    environment = _bare(tmp_path)
     environment |= {"TRITON_INTERPRET": "1", "Q4_BENCH_BACKENDS": "dequant-fallback", "Q4_BENCH_COMMIT": "named"}
     names = [name for name in stages.STAGES if name != "tests"]
     command_line = [sys.executable, str(RUN), *names, "--only", "TC-09/bias/nf4", "--jobs", "1", "--out", str(tmp_path)]
@@ -413,27 +441,11 @@ def test_both_plugins_are_measured(tmp_path: Path) -> None:
     assert all(path.endswith(", interpreted)") for path in facts["paths"])
 
 
-BLOCKER = """
-import importlib.abc, sys
-
-class Blocker(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"hypothesis", "matplotlib", "sklearn", "typer", "gguf"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Blocker())
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.soak
 def test_few_packages_are_enough(tmp_path: Path) -> None:
     """Without matplotlib, Hypothesis and others a dry run works, and each test that needs a GPU is collected."""
-    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
-    left_out = {"TRITON_INTERPRET", "PYTHONPATH", "PYTEST_ADDOPTS"}
-    environment = {key: value for key, value in os.environ.items() if key not in left_out}
-    here = os.pathsep.join([str(tmp_path), *(path for path in sys.path if path)])
-    environment |= {"PYTHONPATH": here, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = _bare(tmp_path)
 
     def output(arguments: list[str]) -> str:
         done = subprocess.run(arguments, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)

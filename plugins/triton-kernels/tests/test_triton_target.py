@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import subprocess
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
@@ -11,7 +12,11 @@ import torch
 from q4_triton_kernels import ARCHITECTURES, Facts, Target, WeightOnlyBackend
 from q4_triton_kernels import backend as backend_module
 from q4_triton_kernels.configs import config_for
+from q4_triton_kernels.target import driver_version
 from q4core import PathKind, ReasonCode, Request, Tier, find_format
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CUDA = torch.device("cuda", 0)
 GOOD: dict[str, Any] = {
@@ -140,3 +145,14 @@ def test_no_configuration_claims_what_it_has_not_measured() -> None:
     """A crossover is data of a device that was measured."""
     for arch in (*ARCHITECTURES, None):
         assert config_for(arch).measured or not config_for(arch).dequant_above
+
+
+@pytest.mark.parametrize(("answer", "version"), [("*version = 13020; return 0;", 13020), ("return 3;", None)])
+def test_the_driver_itself_gives_its_version(answer: str, version: int | None, tmp_path: Path) -> None:
+    """No name of torch's own is needed, which comes and goes with its releases."""
+    (tmp_path / "driver.c").write_text(f"int cuDriverGetVersion(int *version) {{ {answer} }}\n", encoding="utf-8")
+    library = tmp_path / "libdriver.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)  # noqa: S607
+    assert driver_version(str(library)) == version
+    assert driver_version("libm.so.6") is None
+    assert driver_version(str(tmp_path / "missing.so")) is None

@@ -124,10 +124,18 @@ def _driver() -> str | None:
     return found[0] if found else None
 
 
+def _version(name: str) -> str:
+    """Return a package's version; ``"source tree"`` where it is imported and not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "source tree"
+
+
 def survey(target: ConformanceTarget) -> dict[str, Any]:
     """Return the facts of this machine; the source of who is judged is in the manifest, which needs it loaded."""
     broken = {record.name: list(record.errors) for record in default_registry().records() if record.errors}
-    own = {name: importlib.metadata.version(name) for name in ("q4core", "q4-conformance")}
+    own = {name: _version(name) for name in ("q4core", "q4-conformance")}
     return {
         "versions": own | {"torch": torch.__version__, "python": platform.python_version()},
         "device": device_facts(target.device),

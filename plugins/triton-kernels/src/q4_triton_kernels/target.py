@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shutil
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -16,7 +17,7 @@ from q4core import Reason, ReasonCode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ARCHITECTURES", "LOWEST_TRITON", "Facts", "Target", "machine_facts"]
+__all__ = ["ARCHITECTURES", "LOWEST_TRITON", "Facts", "Target", "driver_version", "machine_facts"]
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120, 121)
 """Compute capabilities × 10 that the kernels are compiled and checked for; no other one is served."""
@@ -139,11 +140,18 @@ def _triton_version() -> str | None:
         return None
 
 
-def _driver() -> int | None:
-    if torch.version.cuda is None:
+def driver_version(library: str = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1") -> int | None:
+    """Return the newest CUDA version that the driver serves, as 13020 for 13.2; None where no driver answers.
+
+    Args:
+        library: Name of the driver's library.
+    """
+    found = ctypes.c_int(0)
+    try:
+        status = ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):
         return None
-    ask: Any = getattr(torch._C, "_cuda_getDriverVersion", None)  # noqa: SLF001  # torch has no other name for it
-    return None if ask is None else int(ask()) or None
+    return None if status else found.value or None
 
 
 @functools.cache
@@ -152,7 +160,7 @@ def machine_facts() -> Facts:
     return Facts(
         torch_cuda=torch.version.cuda,
         is_cuda_available=torch.cuda.is_available(),
-        driver=_driver(),
+        driver=driver_version(),
         triton=_triton_version(),
         is_interpreted=os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes"},
         has_compiler="CC" in os.environ or any(map(shutil.which, _COMPILERS)),
