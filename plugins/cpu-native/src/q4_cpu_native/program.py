@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4_programs import Op
+from q4_programs.ops import WITH_CLOCK
 from q4core import InputError, PrepareError, Reason, ReasonCode
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeRunner"]
 
-_NUMBERS = {op: number for number, op in enumerate(Op)}
+_NUMBERS = {op: number for number, op in enumerate(Op) if op not in WITH_CLOCK and op is not Op.INTEGRATE}
 """The C ABI counts operations in their order."""
 
 
@@ -60,6 +61,8 @@ class NativeRunner:
     def _add(
         self, step: Step, buffers: Sequence[torch.Tensor], layer: BoundLayer | None, families: Mapping[str, int]
     ) -> None:
+        if step.op not in _NUMBERS:
+            raise _refusal(step, "no kernel has this operation")
         views: list[int] = []
         for view in (*step.inputs, *step.outputs):
             buffer = buffers[view.buffer]

@@ -10,10 +10,12 @@ from q4_programs.contract import BoundLayer, Runner, RunsPrograms
 from q4_programs.emitters import emit_parts, emit_recurrent, emit_rms_norm
 from q4_programs.network import NetworkProgram, layers_of, make_program
 from q4_programs.operations import EmissionError, Value
-from q4_programs.program import Buffer, Op, Program, Step, View
+from q4_programs.ops import Op
+from q4_programs.program import Buffer, Program, Step, View
 from q4_programs.records import ProgramRecord, refuse
 from q4_programs.reference import REFERENCE
 from q4_programs.sparse import SparseBuilder, SparseWeight
+from q4_programs.spiking import pack_bits, unpack_bits
 from q4_programs.watch import Watch
 
 __all__ = [
@@ -41,5 +43,7 @@ __all__ = [
     "emit_rms_norm",
     "layers_of",
     "make_program",
+    "pack_bits",
     "refuse",
+    "unpack_bits",
 ]

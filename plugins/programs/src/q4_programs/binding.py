@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_programs.contract import BoundLayer
+from q4_programs.ops import Op
 from q4_programs.probe import find_fault
 from q4_programs.records import ProgramRecord, attach
 from q4_programs.reference import REFERENCE
+from q4_programs.sparse import SparseWeight
 from q4core import BackendUnavailableError, InputError, LifecycleError, PrepareError, default_registry
 from q4core.extension import LayerHandle, find_refusal, prove_once, raise_broken_call, watch
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception, outside_inference
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
     from q4_programs.contract import Runner
-    from q4_programs.program import Program, View
+    from q4_programs.program import Program, Step, View
     from q4core import Q4Linear, Registry
 
 __all__ = ["BoundProgram", "bind"]
@@ -44,12 +46,12 @@ if hasattr(os, "register_at_fork"):
 
 
 class BoundProgram:
-    """A program with its buffers and layers; a call runs every step once.
+    """A program with its buffers and layers; a call runs every step once, or for some rounds.
 
     Args:
         program: What is run.
         buffers: A tensor for each buffer of the program: the caller's, and flat scratch ones.
-        layers: Handles on the packed layers.
+        layers: Handles on the packed layers; synapses as they are.
         runner: What the backend gave.
         backend: The backend.
         record: Name, backend, reasons and calls, as reports show them.
@@ -59,7 +61,7 @@ class BoundProgram:
         self,
         program: Program,
         buffers: Sequence[torch.Tensor],
-        layers: Sequence[LayerHandle],
+        layers: Sequence[LayerHandle | SparseWeight],
         runner: Runner,
         backend: Any,
         record: ProgramRecord,
@@ -71,9 +73,10 @@ class BoundProgram:
         """Held in each run; who fills the buffers and reads them holds it round both, so that threads take turns."""
         _bound.add(self)
         self._run, self._backend = runner, backend
-        self._layers, self._are_current = tuple(layers), watch(layers)
-        own = [tensor for layer in layers for tensor in layer.tensors]
-        own += [layer.bias for layer in layers if layer.bias is not None]
+        packed = [layer for layer in layers if isinstance(layer, LayerHandle)]
+        self._layers, self._are_current = tuple(packed), watch(packed)
+        own = [tensor for layer in layers for tensor in _tensors_of(layer)]
+        own += [layer.bias for layer in packed if layer.bias is not None]
         bound = [pair for pair in zip(program.buffers, self.buffers, strict=True) if pair[0].is_bound]
         self._names, self._given = [item.name for item, _ in bound], [tensor for _, tensor in bound]
         self._tensors = [*self._given, *own]
@@ -81,29 +84,37 @@ class BoundProgram:
         self._counts: list[tuple[list[int], int]] = []
         self._packed: list[tuple[int, LayerHandle]] = []
         if backend is not REFERENCE:  # which calls the layers, and these count for themselves
-            steps = [(number, step) for number, step in enumerate(program.steps) if step.op.value == "linear"]
-            uses = [(number, layers[step.layer], step) for number, step in steps if step.layer is not None]
+            steps = [(number, step) for number, step in enumerate(program.steps) if step.op is Op.LINEAR]
+            found = [(number, layers[step.layer], step) for number, step in steps if step.layer is not None]
+            uses = [(number, layer, step) for number, layer, step in found if isinstance(layer, LayerHandle)]
             self._counts = [(layer.calls, layer.segment_index(step.inputs[0].rows) or 0) for _, layer, step in uses]
             self._packed = [(number, layer) for number, layer, _ in uses]
 
-    def __call__(self) -> None:
-        """Run every step once.
+    def __call__(self, rounds: int = 1) -> None:
+        """Run every step, in their order, for some rounds, by one call of the backend.
+
+        Args:
+            rounds: How often. The clock, where the program has one, is one more after each.
 
         Raises:
-            InputError: A token or a position is out of range. Nothing has been written.
+            InputError: A token, a position or the clock is out of range, or ``rounds`` is no positive whole number.
+                Nothing has been written.
             LifecycleError: A buffer was resized, moved or freed, or a layer was closed, moved or loaded again.
             BackendError: The backend raised.
         """
+        if type(rounds) is not int or rounds < 1:
+            rule = "a positive whole number"
+            raise InputError(f"program {self.record.name!r}", name="rounds", rule=rule, value=rounds)
         with self.lock:
             if not self.is_whole():
                 self._refuse()
             try:
-                found = self._run()
+                found = self._run() if rounds == 1 else self._run(rounds)
             except PLUGIN_FAULTS as error:
                 raise_broken_call(error, self._backend, "program")
             self.record.calls += 1
             for counts, index in self._counts:
-                counts[index] += 1
+                counts[index] += rounds
             if found:
                 for number, layer in self._packed:
                     layer.add_outlier_rows(found[number])
@@ -136,7 +147,7 @@ class BoundProgram:
 def bind(
     program: Program,
     buffers: Sequence[torch.Tensor],
-    layers: Sequence[Q4Linear] = (),
+    layers: Sequence[Q4Linear | SparseWeight] = (),
     *,
     name: str = "program",
     registry: Registry | None = None,
@@ -150,7 +161,7 @@ def bind(
         program: What to run.
         buffers: A contiguous tensor for each bound buffer of the program, in their order, on one device: of its size
             and dtype, in any shape.
-        layers: The packed layers of the program, float32, on that device.
+        layers: The packed layers of the program, float32, on that device, and the synapses of SEND.
         name: For messages and reports.
         registry: The plugins to choose among. Defaults to the process's.
 
@@ -170,33 +181,32 @@ def bind(
         raise InputError(f"program {name!r}", name="layers", rule=f"{len(program.layers)} layers", value=len(layers))
     handles = [_checked(layer, sizes, device, name) for layer, sizes in zip(layers, program.layers, strict=True)]
     for step in program.steps:
-        if step.layer is not None and handles[step.layer].segment_index(step.inputs[0].rows) is None:
-            rule, rows = "prepared for the rows of the program", step.inputs[0].rows
-            raise InputError(f"program {name!r}", name=f"layer {layers[step.layer].name!r}", rule=rule, value=rows)
+        if step.layer is not None:
+            _check_layer(step, handles[step.layer], name)
     flat = [tensor.detach().view(-1) for tensor in tensors]
-    bound = [
-        BoundLayer(handle.prepared, None if layer.bias is None else layer.bias.detach(), handle.segments, layer)
-        for layer, handle in zip(layers, handles, strict=True)
-    ]
+    bound = [_bound_layer(handle) for handle in handles]
+    packed = [handle for handle in handles if isinstance(handle, LayerHandle)]
     reasons: list[str] = []
     candidates: list[Any] = [*registry.backends().values(), REFERENCE]
     for backend in candidates:
         runner = None
-        if (reason := _refusal(backend, handles, device)) is None:
+        if (reason := _refusal(backend, packed, device)) is None:
             try:
                 runner = backend.bind_program(program, flat, bound)
-                own = [None if step.layer is None else handles[step.layer].kind for step in program.steps]
-                kind = str(device), *zip((step.kind() for step in program.steps), own, strict=True)
-                reason = _fault(registry, backend, kind, handles, (program, flat, bound))
+                own = [None if step.layer is None else _kind_of(handles[step.layer]) for step in program.steps]
+                has_clock = program.clock is not None
+                kind = str(device), has_clock, *zip((step.kind() for step in program.steps), own, strict=True)
+                reason = _fault(registry, backend, kind, packed, (program, flat, bound))
             except PrepareError as error:
                 reason = "; ".join(map(str, error.reasons))
             except PLUGIN_FAULTS as error:
                 reason = f"bind_program raised {describe_exception(error)}"
         if runner is not None and reason is None:
             record = ProgramRecord(name, backend.name, len(program.steps), tuple(reasons))
-            return BoundProgram(program, tensors, handles, runner, backend, attach(record, layers))
+            attach(record, [handle.layer for handle in packed])
+            return BoundProgram(program, tensors, handles, runner, backend, record)
         is_asked = backend is REFERENCE or "program" in backend.capabilities.ops
-        if is_asked or any(handle.backend is backend for handle in handles):
+        if is_asked or any(handle.backend is backend for handle in packed):
             reasons.append(f"not {backend.name}: {reason}")
     raise BackendUnavailableError(f"no backend can run program {name!r} on {device}", rejections=reasons)
 
@@ -239,8 +249,43 @@ def _check_buffers(program: Program, buffers: Sequence[torch.Tensor], device: to
             raise InputError(f"program {name!r}", name=f"buffer {item.name!r}", rule=rule, value=value)
 
 
-def _checked(layer: Q4Linear, sizes: tuple[int, int], device: torch.device, name: str) -> LayerHandle:
-    """Return a handle on a layer, once it is known to fit a program."""
+def _check_layer(step: Step, handle: LayerHandle | SparseWeight, name: str) -> None:
+    is_packed, rows = isinstance(handle, LayerHandle), step.outputs[0].rows
+    if is_packed is (step.op is Op.SEND):
+        rule = "synapses for send, and a packed layer for all else"
+        raise InputError(f"program {name!r}", name=f"layer {step.layer}", rule=rule, value=step.op.value)
+    if isinstance(handle, LayerHandle) and handle.segment_index(rows) is None:
+        rule = "prepared for the rows of the program"
+        raise InputError(f"program {name!r}", name=f"layer {handle.layer.name!r}", rule=rule, value=rows)
+
+
+def _tensors_of(layer: LayerHandle | SparseWeight) -> tuple[torch.Tensor, ...]:
+    return layer.tensors if isinstance(layer, LayerHandle) else layer.tensors()
+
+
+def _kind_of(layer: LayerHandle | SparseWeight) -> Hashable:
+    """Return what is equal for layers that a backend runs in the same way."""
+    if isinstance(layer, LayerHandle):
+        return layer.kind
+    return (layer.sources, layer.targets, *(tensor.dtype for tensor in layer.tensors()))
+
+
+def _bound_layer(handle: LayerHandle | SparseWeight) -> BoundLayer:
+    if not isinstance(handle, LayerHandle):
+        return BoundLayer(handle, None, (), handle)
+    bias = handle.layer.bias
+    return BoundLayer(handle.prepared, None if bias is None else bias.detach(), handle.segments, handle.layer)
+
+
+def _checked(
+    layer: Q4Linear | SparseWeight, sizes: tuple[int, int], device: torch.device, name: str
+) -> LayerHandle | SparseWeight:
+    """Return a handle on a layer, or synapses, once it is known to fit a program."""
+    if isinstance(layer, SparseWeight):
+        if ((layer.targets, layer.sources), layer.device) != (sizes, device):
+            rule, value = f"{sizes[0]}×{sizes[1]} on {device}", f"{layer.targets}×{layer.sources} on {layer.device}"
+            raise InputError(f"program {name!r}", name="synapses", rule=rule, value=value)
+        return layer
     handle = LayerHandle(layer)
     facts = (layer.out_features, layer.in_features), layer.dtype, layer.device, handle.is_managed
     if facts != (sizes, torch.float32, device, False):

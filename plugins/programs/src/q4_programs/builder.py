@@ -10,7 +10,8 @@ import torch
 from q4_programs.binding import BoundProgram, bind
 from q4_programs.emitters import EMITTERS
 from q4_programs.operations import Operations, Value
-from q4_programs.program import Op, Program
+from q4_programs.ops import Op
+from q4_programs.program import Program
 from q4_programs.watch import hook_of
 from q4core import Q4Error, default_registry
 from q4core.plugin_api import describe_exception

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from q4_programs.program import Program
+    from q4_programs.sparse import SparseWeight
     from q4core import Prepared, Segment
 
 __all__ = ["BoundLayer", "Runner", "RunsPrograms"]
@@ -19,17 +20,17 @@ __all__ = ["BoundLayer", "Runner", "RunsPrograms"]
 
 @attrs.frozen(eq=False)
 class BoundLayer:
-    """A packed layer of a program, as its backend prepared it.
+    """A packed layer of a program, as its backend prepared it; or synapses, a ``SparseWeight``.
 
     Args:
-        prepared: The weight.
+        prepared: The weight; of synapses themselves.
         bias: [N] of float32, or None.
         segments: Paths by number of rows.
         module: The layer itself, a ``Q4Linear``: ``forward(x, out=out)`` and ``rows(index)`` serve the reference, which
             runs layers of every backend.
     """
 
-    prepared: Prepared
+    prepared: Prepared | SparseWeight
     bias: torch.Tensor | None
     segments: tuple[Segment, ...]
     module: Any = None
@@ -38,8 +39,8 @@ class BoundLayer:
 class Runner(Protocol):
     """A bound program."""
 
-    def __call__(self) -> Sequence[int] | None:
-        """Run every step once.
+    def __call__(self, rounds: int = 1) -> Sequence[int] | None:
+        """Run every step, in their order, for some rounds; the program's clock is one more after each.
 
         What a step gives depends on what it reads alone, to the bit: neither on the number of threads nor on the steps
         round it. All but the reference allocate nothing.
@@ -48,7 +49,7 @@ class Runner(Protocol):
             None, or of each step how many rows of x had outliers, as ``linear`` does.
 
         Raises:
-            InputError: A token or a position is out of range. Nothing has been written.
+            InputError: A token, a position or the clock is out of range. Nothing has been written.
         """
         ...
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from q4_programs.program import Op
+from q4_programs.ops import Op
 from q4core import Q4Linear
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 import torch
 
-from q4_programs.program import Buffer, Op, Step, View
+from q4_programs.ops import Op
+from q4_programs.program import Buffer, Step, View
 from q4core import Q4Error
 
 if TYPE_CHECKING:

@@ -6,12 +6,15 @@ one; and where each step is right, so is the whole, with no bound that grows fro
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
-from q4_programs.program import Op, Program
+from q4_programs.ops import Op
+from q4_programs.program import Program
+from q4_programs.sparse import SparseWeight
 from q4core.plugin_api import outside_inference
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
     from q4_programs.contract import BoundLayer, RunsPrograms
     from q4_programs.program import Step, View
+    from q4core import Prepared
 
 __all__ = ["find_fault"]
 
@@ -28,6 +32,10 @@ _ROUNDINGS = 32
 """Of both results, for an element, in addition to those of its sum."""
 _UNIT = 2.0**-24
 _LEAST_POSITIONS = 40
+_ROUNDS = 3
+"""Of a program with a clock."""
+_RARE = 6
+"""Random words whose common bits are the spikes of a trial: one in 64 neurons."""
 
 
 def find_fault(
@@ -48,28 +56,33 @@ def find_fault(
     """
     with outside_inference(), torch.no_grad():
         bound = tuple(attrs.evolve(item, is_bound=True) for item in program.buffers)
-        program = Program(bound, program.steps, program.layers)
+        program = Program(bound, program.steps, program.layers, program.clock)
         trial = _Trial(program)
         whole, steps = trial.buffers(buffers), trial.buffers(buffers)
-        backend.bind_program(program, whole, layers)()
+        backend.bind_program(program, whole, layers)(*((_ROUNDS,) if program.clock is not None else ()))
         seen: set[object] = set()
-        for index, step in enumerate(program.steps):
-            one = Program(bound, (step,), program.layers)
-            inputs = [part.clone() for part in trial.parts(step, step.inputs, steps)]
-            outputs = [*trial.parts(step, step.outputs, steps)]
-            before = [output.clone() for output in outputs]
-            kind = step.kind(), None if step.layer is None else layers[step.layer].prepared.meta
-            expected = before
-            if kind not in seen:
-                reference.bind_program(one, steps, layers)()
-                expected = [output.clone() for output in outputs]
-                for output, old in zip(outputs, before, strict=True):
-                    output.copy_(old)
-            backend.bind_program(one, steps, layers)()
-            where = f"step {index}, {step.op.value} {step.label}".rstrip()
-            if kind not in seen and (wrong := _compare(step, inputs, outputs, expected)) is not None:
-                return f"{where}: {wrong}"
-            seen.add(kind)
+        for number in range(1 if program.clock is None else _ROUNDS):
+            for index, step in enumerate(program.steps):
+                one = Program(bound, (step,), program.layers)
+                inputs = [part.clone() for part in trial.parts(step, step.inputs, steps)]
+                outputs = [*trial.parts(step, step.outputs, steps)]
+                before = [output.clone() for output in outputs]
+                kind = number, step.kind(), None if step.layer is None else _layout(layers[step.layer].prepared)
+                expected = before
+                if kind not in seen:
+                    reference.bind_program(one, steps, layers)()
+                    expected = [output.clone() for output in outputs]
+                    for output, old in zip(outputs, before, strict=True):
+                        output.copy_(old)
+                backend.bind_program(one, steps, layers)()
+                where = f"step {index}, {step.op.value} {step.label}".rstrip()
+                if kind not in seen and (wrong := _compare(step, inputs, outputs, expected)) is not None:
+                    return f"{where}: {wrong}"
+                seen.add(kind)
+            if program.clock is not None:
+                steps[program.clock] += 1
+        if program.clock is not None and int(whole[program.clock]) != int(steps[program.clock]):
+            return f"the clock is {int(whole[program.clock])} after {_ROUNDS} rounds, not {int(steps[program.clock])}"
         for index, step in enumerate(program.steps):
             pairs = zip(trial.parts(step, step.outputs, whole), trial.parts(step, step.outputs, steps), strict=True)
             if not all(bool(_same(one, other).all()) for one, other in pairs):
@@ -120,10 +133,19 @@ class _Trial:
             used = min(limit, self._positions)
             made[index].copy_((torch.arange(made[index].numel()) * 7 + used - 1) % used)
         for step in self._program.steps:
-            for view, part in zip(step.inputs, self.parts(step, step.inputs, made), strict=True):
-                if view.buffer not in self._parameters and part.dtype is torch.float32:
+            names = [name for _, name in step.patterns()]
+            for view, name, part in zip(step.inputs, names, self.parts(step, step.inputs, made), strict=False):
+                if name[0] == "b":
+                    words = torch.randint(-(1 << 63), (1 << 63) - 1, (_RARE, *part.shape), generator=random)
+                    part.copy_(functools.reduce(torch.bitwise_and, words))
+                elif view.buffer not in self._parameters and part.dtype is torch.float32:
                     part.copy_(torch.randn(part.shape, generator=random))
         return made
+
+
+def _layout(prepared: Prepared | SparseWeight) -> object:
+    """Return what the code of a packed product depends on."""
+    return id(prepared) if isinstance(prepared, SparseWeight) else prepared.meta
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -7,88 +7,21 @@ it is read). Numbers that change from run to run, such as a token or a position,
 
 from __future__ import annotations
 
-import enum
-import math
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
+from q4_programs.ops import ALIASES, IN_PLACE, LENGTHS, WITH_CLOCK, Op, numbers_rule, patterns_of
 from q4core import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Buffer", "Op", "Program", "Step", "View"]
+__all__ = ["Buffer", "Program", "Step", "View"]
 
 
-class Op(enum.Enum):
-    """The operation of a step. Views are [rows, columns] of float32, unless a line says otherwise; R rows, C columns.
-
-    Sums are of float32 products in float32 or wider. ``numbers`` are the options of a step, in the order that is given.
-    """
-
-    EMBEDDING = "embedding"
-    """tokens int64 [1, R] → [R, C]: rows of a packed layer, or of the second input, a table [V, C]."""
-    LINEAR = "linear"
-    """x [R, K] → [R, N]: a packed layer with its own bias, the bits of the backend's ``linear``; or the second input, a
-    weight [N, K], and then the last input is a bias [1, N] where ``numbers[0]`` is 1."""
-    RMS_NORM = "rms_norm"
-    """x [R, C], weight [1, C] → x / sqrt(mean(x²) + eps) · (weight + shift). ``numbers``: eps, shift (0 or 1)."""
-    LAYER_NORM = "layer_norm"
-    """x [R, C], weight [1, C], bias [1, C] → the layer norm of each row. ``numbers``: eps."""
-    ROTARY = "rotary"
-    """x [heads, C], table [positions, D] of cos then sin of D / 2 pairs, position int64 [1, 1] → x turned, its first D
-    columns. ``numbers``: 1 where the members of a pair are neighbours, 0 where they are D / 2 apart."""
-    STORE = "store"
-    """x [heads, C], position int64 [1, 1] → row ``position`` of each head of a cache [heads · capacity, C]."""
-    ATTENTION = "attention"
-    """query [heads, C], keys and values [kv_heads · capacity, C], position int64 [1, 1] → [heads, C]: softmax of the
-    query with the keys 0 … position, times the values. ``numbers``: kv_heads, scale, window (how many of the last keys
-    are seen; 0 for all)."""
-    ADD = "add"
-    """a [R, C], b [R, C] or [1, C] → a + b."""
-    MULTIPLY = "multiply"
-    """a [R, C], b [R, C] or [1, C] → a · b."""
-    AFFINE = "affine"
-    """x → x · ``numbers[0]`` + ``numbers[1]``, rounded twice."""
-    RELU = "relu"
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"
-    SILU = "silu"
-    SIGMOID = "sigmoid"
-    TANH = "tanh"
-    SOFTMAX = "softmax"
-    """Of each row, as all of the six above: x [R, C] → [R, C]."""
-    COPY = "copy"
-    """x [R, C] → [R, C]."""
-    ARGMAX = "argmax"
-    """x [R, C] → int64 [1, R]: the column of each row's largest number, the first of equals; a NaN is the largest."""
-    TOP_K = "top_k"
-    """x [R, C] → the k largest numbers of each row [R, k], falling, and their columns int64 [R, k]; equals by column.
-    ``numbers``: k."""
-
-
-_SHAPES: dict[Op, tuple[str, str, int]] = {
-    Op.EMBEDDING: ("i1R VC", "RC", 0),
-    Op.LINEAR: ("RK NK 1N", "RN", 1),
-    Op.RMS_NORM: ("RC 1C", "RC", 2),
-    Op.LAYER_NORM: ("RC 1C 1C", "RC", 1),
-    Op.ROTARY: ("RC PD i11", "RC", 1),
-    Op.STORE: ("HC i11", "MC", 0),
-    Op.ATTENTION: ("HC MC MC i11", "HC", 3),
-    Op.ADD: ("RC BC", "RC", 0),
-    Op.MULTIPLY: ("RC BC", "RC", 0),
-    Op.AFFINE: ("RC", "RC", 2),
-    Op.ARGMAX: ("RC", "i1R", 0),
-    Op.TOP_K: ("RC", "RT iRT", 1),
-}
-"""Rows and columns of each input and output, a letter for a size, and how many numbers there are; ``i`` for int64. An
-operation that is not here has one input and one output, both RC."""
-_ALIKE = ("RC", "RC", 0)
-_LENGTHS = frozenset("MPV")
-"""Sizes on which no code of an operation depends: lengths of caches and tables."""
-_IN_PLACE = frozenset(Op) - {Op.EMBEDDING, Op.LINEAR, Op.STORE, Op.ATTENTION, Op.COPY, Op.ARGMAX, Op.TOP_K}
+_MOST_ROUNDS = 1 << 62
 
 
 def _tuple(items: Iterable[Any]) -> tuple[Any, ...]:
@@ -180,8 +113,9 @@ class Step:
         op: What it computes.
         inputs: What it reads.
         outputs: What it writes; a view that is an input as well, exactly, is changed in place where the operation works
-            element by element (activations, ADD, MULTIPLY, AFFINE, norms, ROTARY, SOFTMAX). Other overlaps are refused.
-        layer: Index of the packed layer, for EMBEDDING and LINEAR that have one.
+            element by element (activations, ADD, MULTIPLY, AFFINE, norms, ROTARY, SOFTMAX), or says "in place". Other
+            overlaps are refused.
+        layer: Index of the packed layer, for EMBEDDING and LINEAR that have one, SPIKES and SEND.
         numbers: Options.
         label: What it belongs to, for messages and reports.
     """
@@ -194,19 +128,16 @@ class Step:
     label: str = ""
 
     def patterns(self) -> Iterator[tuple[View, str]]:
-        """Return each view, inputs first, with the letters of its rows and columns, after ``i`` where it is int64."""
-        inputs, outputs, _ = _SHAPES.get(self.op, _ALIKE)
-        names = inputs.split()
-        if self.layer is not None:
-            del names[1:]
-        if self.op is Op.LINEAR and self.numbers[:1] != (1.0,):
-            del names[2:]
-        yield from zip((*self.inputs, *self.outputs), (*names, *outputs.split()), strict=True)
+        """Return each view, inputs first, with the letters of its rows and columns, after ``i`` or ``b`` for int64."""
+        counts = len(self.inputs), len(self.outputs)
+        is_packed, has_bias = self.layer is not None, self.numbers[:1] == (1.0,)
+        names = patterns_of(self.op, *counts, is_packed=is_packed, has_bias=has_bias)
+        yield from zip((*self.inputs, *self.outputs), (*names[0], *names[1]), strict=True)
 
     def kind(self) -> tuple[object, ...]:
         """Return all that the code of the operation may depend on but its packed layer: not the length of a cache."""
         sizes = [
-            (None if name[-2] in _LENGTHS else view.rows, view.columns, view.stride == view.columns)
+            (None if name[-2] in LENGTHS else view.rows, view.columns, view.stride == view.columns)
             for view, name in self.patterns()
         ]
         return self.op, self.numbers, *sizes
@@ -219,7 +150,8 @@ class Program:
     Args:
         buffers: Memory.
         steps: Operations, in order.
-        layers: (out_features, in_features) of each packed layer.
+        layers: (out_features, in_features) of each packed layer; (targets, sources) of synapses.
+        clock: Index of a bound int64 buffer of one number, which is one more after each round; no step may write it.
 
     Raises:
         ConfigError: A step does not fit; the message names it.
@@ -228,6 +160,7 @@ class Program:
     buffers: tuple[Buffer, ...] = attrs.field(converter=_tuple)
     steps: tuple[Step, ...] = attrs.field(converter=_tuple)
     layers: tuple[tuple[int, int], ...] = attrs.field(default=(), converter=_tuple)
+    clock: int | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check every view and every step."""
@@ -240,9 +173,18 @@ class Program:
             early = [self.buffers[view.buffer].name for view in step.inputs if view.buffer not in known]
             _require(not early, what, "inputs", "bound or written by a step before", early)
             known.update(view.buffer for view in step.outputs)
+        if self.clock is not None:
+            is_there = _is_count(self.clock, 0) and self.clock < len(self.buffers)
+            facts = is_there and (buffer := self.buffers[self.clock]).is_bound and buffer.size == 1
+            facts = facts and buffer.dtype is torch.int64
+            _require(facts, "program", "clock", "a bound int64 buffer of one number", self.clock)
+            written = any(view.buffer == self.clock for step in self.steps for view in step.outputs)
+            _require(not written, "program", "clock", "written by no step", self.clock)
 
     def limit(self, step: Step) -> int:
-        """Return how many values a step's token or position may have."""
+        """Return how many values a step's token, position or clock may have."""
+        if step.op in WITH_CLOCK:
+            return _MOST_ROUNDS
         if step.op is Op.EMBEDDING and step.layer is not None:
             return self.layers[step.layer][0]
         if step.op is Op.STORE:
@@ -251,29 +193,34 @@ class Program:
 
     def _check(self, step: Step, what: str) -> None:
         sizes = {"1": 1}
+        needs = step.op in {Op.SPIKES, Op.SEND}
+        _require(step.layer is not None or not needs, what, "layer", "there", None)
         if step.layer is not None:
-            _require(step.op in {Op.LINEAR, Op.EMBEDDING}, what, "layer", "None", step.layer)
+            _require(needs or step.op in {Op.LINEAR, Op.EMBEDDING}, what, "layer", "None", step.layer)
             is_there = _is_count(step.layer, 0) and step.layer < len(self.layers)
             _require(is_there, what, "layer", f"below {len(self.layers)}, the number of packed layers", step.layer)
-            names = "NK" if step.op is Op.LINEAR else "VC"
+            names = "VC" if step.op is Op.EMBEDDING else "NK"
             sizes |= dict(zip(names, self.layers[step.layer], strict=True))
-            _require(
-                step.numbers[:1] != (1.0,), what, "numbers", "without a bias besides the packed layer's", step.numbers
-            )
+            is_legal = needs or step.numbers[:1] != (1.0,)
+            _require(is_legal, what, "numbers", "without a bias besides the packed layer's", step.numbers)
         try:
             patterns = tuple(step.patterns())
         except ValueError:
             count = (len(step.inputs), len(step.outputs))
             raise ConfigError(what, name="inputs, outputs", rule="as many as its operation has", value=count) from None
         for view, name in patterns:
-            self._check_view(view, torch.int64 if name[0] == "i" else torch.float32, what)
+            self._check_view(view, torch.int64 if name[0] in "ib" else torch.float32, what)
             for letter, size, of in zip(name[-2:], (view.rows, view.columns), ("rows", "columns"), strict=True):
                 rule = f"of {sizes.setdefault(letter, size)} {of}"
                 _require(sizes[letter] == size, what, f"buffer {self.buffers[view.buffer].name!r}", rule, size)
-        _check_numbers(step, sizes, what)
+        broken = numbers_rule(step.op, step.numbers, sizes, len(step.inputs))
+        _require(broken is None, what, "numbers", str(broken), step.numbers)
         for place, output in enumerate(step.outputs):
-            for view in (*step.inputs, *step.outputs[:place]):
-                is_same = step.op in _IN_PLACE and view == output
+            alias = ALIASES.get(step.op, {}).get(place)
+            _require(alias is None or step.inputs[alias] == output, what, "output", f"input {alias}", output)
+            others = [view for index, view in enumerate(step.inputs) if index != alias]
+            for view in (*others, *step.outputs[:place]):
+                is_same = step.op in IN_PLACE and alias is None and view == output
                 _require(is_same or not view.overlaps(output), what, "output", "apart from what else it has", output)
 
     def _check_view(self, view: View, dtype: torch.dtype, what: str) -> None:
@@ -289,29 +236,3 @@ class Program:
         _require(is_legal, what, "view", "inside one of the buffers, its rows apart", view)
         buffer = self.buffers[view.buffer]
         _require(buffer.dtype is dtype, what, f"buffer {buffer.name!r}", f"of {dtype}", buffer.dtype)
-
-
-def _check_numbers(step: Step, sizes: dict[str, int], what: str) -> None:
-    """Check the options of a step, and the sizes that depend on one another."""
-    op, numbers = step.op, step.numbers
-    count = _SHAPES.get(op, _ALIKE)[2]
-    counts = {count} if op is not Op.LINEAR else {0, 1}
-    is_legal = len(numbers) in counts and all(map(math.isfinite, numbers))
-    rule = f"{count} finite numbers"
-    if is_legal and op in {Op.ADD, Op.MULTIPLY}:
-        is_legal, rule = sizes["B"] in {1, sizes["R"]}, "with a second input of 1 row or as many as the first"
-    elif is_legal and op in {Op.RMS_NORM, Op.LAYER_NORM}:
-        is_legal, rule = numbers[0] >= 0 and numbers[1:] in {(), (0.0,), (1.0,)}, "eps ≥ 0, and 0 or 1"
-    elif is_legal and op is Op.ROTARY:
-        is_legal = numbers[0] in {0, 1} and sizes["D"] % 2 == 0 and sizes["D"] <= sizes["C"]
-        rule = "0 or 1, and a table of even columns, no more than x has"
-    elif is_legal and op is Op.STORE:
-        is_legal, rule = sizes["M"] % sizes["H"] == 0, "with a cache of as many rows for each head"
-    elif is_legal and op is Op.ATTENTION:
-        heads, _, window = numbers
-        is_legal = heads >= 1 and heads.is_integer() and sizes["H"] % heads == 0 and sizes["M"] % heads == 0
-        is_legal = is_legal and window >= 0 and window.is_integer()
-        rule = "kv_heads (a divisor of the heads and of the cache's rows), scale, and a window ≥ 0"
-    elif is_legal and op is Op.TOP_K:
-        is_legal, rule = numbers[0] == sizes["T"] <= sizes["C"], "k, the columns of the outputs, at most those of x"
-    _require(is_legal, what, "numbers", rule, numbers)

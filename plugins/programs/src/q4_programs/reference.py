@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from q4_programs.program import Op
+from q4_programs.ops import Op
+from q4_programs.spiking import spiking_part
 from q4core import InputError, PrepareError, Reason, ReasonCode
 
 if TYPE_CHECKING:
@@ -61,30 +62,40 @@ class Reference:
             module = None if step.layer is None else layers[step.layer].module
             limits += [
                 (tensor, program.limit(step), what)
-                for view, tensor in zip(step.inputs, inputs, strict=True)
-                if tensor.dtype is torch.int64 and view.buffer not in written
+                for (view, name), tensor in zip(step.patterns(), inputs, strict=False)  # outputs follow
+                if name[0] == "i" and view.buffer not in written
             ]
             written.update(view.buffer for view in step.outputs)
-            parts.append(_part(step, inputs, outputs, module))
-        if buffers[0].is_cuda:
+            parts.append(spiking_part(step, inputs, outputs, module) or _part(step, inputs, outputs, module))
+        if buffers[0].is_cuda and program.clock is None:
             # A packed layer's rows are checked on the CPU, which no graph can do; there is one such step, the first.
             first = 1 if program.steps[0].op is Op.EMBEDDING and program.steps[0].layer is not None else 0
             parts = [*parts[:first], _captured(parts[first:], [buffers[index] for index in sorted(written)])]
-        return functools.partial(_run, limits, parts)
+        clock = None if program.clock is None else buffers[program.clock]
+        return functools.partial(_run, limits, parts, clock=clock)
 
 
 REFERENCE = Reference()
 
 
-def _run(limits: Sequence[tuple[torch.Tensor, int, str]], parts: Sequence[Part]) -> None:
+def _run(
+    limits: Sequence[tuple[torch.Tensor, int, str]],
+    parts: Sequence[Part],
+    rounds: int = 1,
+    *,
+    clock: torch.Tensor | None = None,
+) -> None:
     with torch.inference_mode():
         for given, limit, what in limits:
             for value in (int(given.min()), int(given.max())):
                 if not 0 <= value < limit:
                     rule = f"from 0 to {limit - 1}"
-                    raise InputError(what, name="token or position", rule=rule, value=value)
-        for part in parts:
-            part()
+                    raise InputError(what, name="token, position or clock", rule=rule, value=value)
+        for _ in range(rounds):
+            for part in parts:
+                part()
+            if clock is not None:
+                clock += 1
 
 
 def _captured(parts: Sequence[Part], written: Sequence[torch.Tensor]) -> Part:
