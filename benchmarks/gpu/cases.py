@@ -23,8 +23,8 @@ __all__ = ["run", "summary"]
 
 _MESSAGE = 600
 """Characters of a message that are stored."""
-_LIMITS = Limits(case_seconds=180.0, slow_seconds=max(180.0, Limits().slow_seconds))
-"""A case may compile a dozen kernels."""
+_LIMITS = Limits(case_seconds=180.0, slow_seconds=max(180.0, Limits().slow_seconds), memory_bytes=24 << 30)
+"""A case may compile a dozen kernels, by several compilers at once, next to CUDA's own libraries."""
 
 
 def _asked(format_: str, place: Place, only: Sequence[str]) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def run(place: Place, deadline: Deadline, *, jobs: int, only: Sequence[str] = ()
             formats=(pair[1],),
             device=str(place.device),
             only=asked[pair[1]],
-            jobs=1,
+            jobs=max(1, jobs // len(wanted)),
             limits=_LIMITS,
             budget_seconds=deadline.left,
         )

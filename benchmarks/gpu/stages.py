@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from benchmarks.gpu import cases, gradient, ours, overhead, probe_time, products, quantiser, tree_tests
+from benchmarks.gpu import cases, gradient, ours, overhead, probe_time, products, quantiser, tree_tests, warming
 from benchmarks.gpu import limits as yardsticks
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.timing import Budget
@@ -92,6 +92,10 @@ def _quantiser(work: Work) -> dict[str, Any]:
 
 
 STAGES = {
+    "compile": Stage(
+        "the kernels of what is measured, by several processes at once",
+        lambda work: warming.measure(work.place, work.deadline, jobs=work.jobs),
+    ),
     "gemv": Stage("M = 1 … 8 compared with bf16 F.linear and the copy bandwidth", _gemv, has_ratios=True),
     "overhead": Stage("the host's time per call", lambda work: overhead.measure(work.place, work.deadline)),
     "probe": Stage(
