@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import nn
 
+from q4_snn.chunks import chunks, run_chunks
 from q4_snn.graph import Graph
 from q4_snn.projection import EventProduct, coming_of, product_of
 from q4core import InputError
@@ -16,8 +17,10 @@ from q4core import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from q4_snn.chunks import Inputs
     from q4_snn.population import Population
     from q4_snn.projection import Product, Synapses
+    from q4_snn.recorders import Recorder
 
     _Stages = list[tuple[Population, list[tuple[Synapses, Product]]]]
 
@@ -229,6 +232,47 @@ class Network(nn.Module):
         for name, tensors in state.neurons.items():
             self.population(name).check_finite(tensors)
         return {name: torch.stack(steps) for name, steps in found.items()}, state
+
+    def run(
+        self,
+        inputs: Inputs,
+        state: NetworkState | None = None,
+        *,
+        recorders: Sequence[Recorder] = (),
+        steps: int | None = None,
+        chunk: int = 64,
+    ) -> NetworkState | None:
+        """Run over steps that come one by one, with memory for some steps alone; to the same bits as ``forward``.
+
+        Args:
+            inputs: A source; an iterable of steps, each [B, n], or a mapping of each input's name to [B, n]; or a
+                mapping of names to sources and iterables of [B, n]. Sources begin at the state's clock.
+            state: The state that an earlier call returned, to continue from; None to begin at rest.
+            recorders: What to record; results are in them.
+            steps: How many; None to end with the inputs.
+            chunk: Steps of one call, in which memory is needed for inputs and recorded steps.
+
+        Returns:
+            The state after the last step; the given one where there is no step.
+
+        Raises:
+            ConfigError: A number is not legal, or no input ends and ``steps`` is None.
+            InputError: Inputs don't fit the network or each other, or a recorder names what is not there.
+            NonFiniteStateError: A state is NaN or infinite after a chunk; recorders have the chunks before.
+        """
+        for item in recorders:
+            item.check(self.population(self._place(item.what)[0]).size)
+        first = 0 if state is None else state.clock
+        latest = state
+
+        def call(part: dict[str, torch.Tensor], record: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
+            nonlocal latest
+            found: dict[str, torch.Tensor]
+            found, latest = self(part, latest, record)
+            return found
+
+        run_chunks(call, chunks(inputs, self.inputs, first=first, steps=steps, at_once=chunk), recorders, first)
+        return latest
 
     def check_run(
         self, x: torch.Tensor | Mapping[str, torch.Tensor], record: Sequence[str] | None

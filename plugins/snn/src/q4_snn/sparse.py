@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import q4core as q4
+from q4_snn.connectors import fixed_total_number
 from q4_snn.population import Population, check_name
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class SparseProjection(nn.Module):
     Args:
         source: int64 [S], the index of each synapse's source.
         target: int64 [S], the index of its target; several synapses may join the same two.
-        weight: float32 [S].
-        delay: int64 [S], in steps, from 1 to 255.
+        weight: float32 [S], or one number for all.
+        delay: int64 [S], in steps, from 1 to 255; or one number for all.
         sources: The source population, or how many sources there are.
         targets: The target population, or how many targets there are.
         name: Defaults to ``source->target``, as of ``Projection``.
@@ -63,8 +64,8 @@ class SparseProjection(nn.Module):
         self,
         source: torch.Tensor,
         target: torch.Tensor,
-        weight: torch.Tensor,
-        delay: torch.Tensor,
+        weight: torch.Tensor | float,
+        delay: torch.Tensor | int,
         *,
         sources: int | Population,
         targets: int | Population,
@@ -78,6 +79,10 @@ class SparseProjection(nn.Module):
         if isinstance(sources, Population) and not sources.is_binary:
             rule = "a population of spikes: of neurons that fire, or an input with spikes=True"
             raise q4.ConfigError(f"projection {self.name!r}", name="sources", rule=rule, value=sources.name)
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full((len(source),), float(weight), dtype=torch.float32)
+        if isinstance(delay, int):
+            delay = torch.full((len(source),), delay, dtype=torch.int64)
         for what, values, low, high in (
             ("source", source, 0, self.source_size - 1),
             ("target", target, 0, self.target_size - 1),
@@ -249,11 +254,10 @@ class SparseProjection(nn.Module):
         parts: list[tuple[torch.Tensor, ...]] = []
         for i, j in counts.nonzero().tolist():
             count = int(counts[i, j])
-            source = torch.randint(first[j], first[j + 1], (count,), generator=generator)
-            target = torch.randint(first[i], first[i + 1], (count,), generator=generator)
+            source, target = fixed_total_number(sizes[j], sizes[i], count, generator=generator)
             strength = _normal(count, weight_spread, 0.0, generator) * weight[i, j]
             steps = _normal(count, delay_spread, 0.5 / float(delay[i, j]), generator) * delay[i, j]
-            parts.append((source, target, strength, steps.round().clamp(1, _MOST_DELAY).long()))
+            parts.append((source + first[j], target + first[i], strength, steps.round().clamp(1, _MOST_DELAY).long()))
         source, target, strength, steps = (torch.cat(items) for items in zip(*parts, strict=True))
         return cls(source, target, strength, steps, sources=first[-1], targets=first[-1])
 
