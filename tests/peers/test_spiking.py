@@ -108,6 +108,77 @@ def test_synaptic(snn: Any) -> None:
     assert fired > 100
 
 
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("mechanism", ["subtract", "zero", "none"])
+def test_neurons_that_learn(snn: Any, mechanism: str, size: int) -> None:
+    """Gradients of beta and threshold, and of the input, are those of snnTorch's Leaky, bit for bit."""
+    reset: Any = "value" if mechanism == "zero" else mechanism
+    found = []
+    for name in ("theirs", "ours"):
+        beta, threshold = (torch.full((size,), value) if size > 1 else torch.tensor(value) for value in (0.9, 0.7))
+        if name == "theirs":
+            neuron = snn.Leaky(beta, threshold, learn_beta=True, learn_threshold=True, reset_mechanism=mechanism)
+        else:
+            beta, threshold = torch.nn.Parameter(beta), torch.nn.Parameter(threshold)
+            neuron = LIF.from_beta(beta, threshold, reset=reset, reset_delay=True)
+        x = (events(8) * 0.4).requires_grad_()
+        mem, spikes = torch.zeros(4, 8), []
+        for current in x:
+            spk, mem = neuron(current, mem)
+            spikes.append(spk)
+        shares = (neuron.beta, neuron.threshold) if name == "theirs" else (beta, threshold)
+        gradients = torch.autograd.grad(torch.stack(spikes).sum() + mem.sum(), (x, *shares))
+        found.append((torch.stack(spikes), mem, *gradients))
+    assert found[0][0].sum() > 100
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+        assert bool((a != 0).any())
+
+
+@pytest.mark.parametrize("mechanism", ["subtract", "none"])
+def test_synaptic_neurons_that_learn(snn: Any, mechanism: str) -> None:
+    """Gradients of alpha, beta and threshold are those of snnTorch's Synaptic, bit for bit."""
+    reset: Any = mechanism
+    found = []
+    for name in ("theirs", "ours"):
+        shares = [torch.full((8,), value) for value in (0.8, 0.9, 1.0)]
+        if name == "theirs":
+            learn = {"learn_alpha": True, "learn_beta": True, "learn_threshold": True}
+            neuron = snn.Synaptic(*shares, reset_mechanism=mechanism, **learn)
+            shares = [neuron.alpha, neuron.beta, neuron.threshold]
+        else:
+            learned = [torch.nn.Parameter(item) for item in shares]
+            neuron = CubaLIF.from_alpha_beta(*learned, reset=reset, reset_delay=True)
+            shares = [*learned]
+        syn, mem, spikes = torch.zeros(4, 8), torch.zeros(4, 8), []
+        for current in events(8) * 0.1:
+            spk, syn, mem = neuron(current, syn, mem)
+            spikes.append(spk)
+        gradients = torch.autograd.grad(torch.stack(spikes).sum() + mem.sum(), shares)
+        found.append((torch.stack(spikes), mem, *gradients))
+    assert found[0][0].sum() > 100
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_time_constants_that_learn(snn: Any) -> None:
+    """The gradient of tau_mem is that of snnTorch's Leaky with the beta that is computed of it, bit for bit."""
+    found = []
+    for name in ("theirs", "ours"):
+        tau = torch.nn.Parameter(torch.linspace(5e-4, 4e-3, 8))
+        ours = LIF(tau, reset_delay=True)
+        mem, spikes = torch.zeros(4, 8), []
+        for current in events(8) * 0.4:
+            neuron = ours if name == "ours" else snn.Leaky(1 - 1e-4 / tau.clamp(min=1e-4))
+            spk, mem = neuron(current, mem)
+            spikes.append(spk)
+        (gradient,) = torch.autograd.grad(torch.stack(spikes).sum() + mem.sum(), tau)
+        found.append((torch.stack(spikes), mem, gradient))
+    assert found[0][0].sum() > 100
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_generators(snn: Any) -> None:
     """Latency and delta give snnTorch's spikes; rate gives them by the same random numbers."""
     x = torch.rand(5, 9, generator=torch.Generator().manual_seed(0))
@@ -192,10 +263,14 @@ def test_everything_comes_back(nir: Any, tmp_path: Path) -> None:
     """Delays, recurrence, parameters of each neuron, resets, formats and dt are what they were, read from a file."""
     torch.manual_seed(0)
     a = Population("a", 10)
-    taus = torch.linspace(1e-3, 4e-3, 64)
-    b = Population("b", 64, LIF(taus, None, 0.1, 0.6, -0.1, dt=5e-4, reset="value", threshold_inclusive=True))
+    taus, times = torch.nn.Parameter(torch.linspace(1e-3, 4e-3, 64)), (torch.arange(64) % 8 < 2) * 5e-4
+    options: dict[str, Any] = {"dt": 5e-4, "reset": "value", "threshold_inclusive": True, "t_refractory": times}
+    b = Population("b", 64, LIF(taus, None, 0.1, 0.6, -0.1, **options))
     c = Population("c", 6, CubaLIF(2e-3, 1e-3, 3.0, w_in=0.7, dt=5e-4, reset_delay=True))
-    d, e = Population("d", 6, IF(1500.0, 0.5, dt=5e-4, reset="none")), Population("e", 3, LI(1e-3, dt=5e-4))
+    d, e = (
+        Population("d", 6, IF(1500.0, 0.5, dt=5e-4, reset="none", t_refractory=1e-3)),
+        Population("e", 3, LI(1e-3, dt=5e-4)),
+    )
     projections = [
         Projection(a, b, bias=True, delay=2),
         Projection(b, b, format="nf4", delay=1),
@@ -206,9 +281,9 @@ def test_everything_comes_back(nir: Any, tmp_path: Path) -> None:
     ]
     network = Network([a, b, c, d, e], projections)
     with torch.no_grad():
-        for parameter in network.parameters():
+        for parameter in network.projections.parameters():
             parameter.mul_(4)
-    names = ("b", "b.mem", "c", "c.syn", "d", "e")
+    names = ("b", "b.mem", "b.refractory", "c", "c.syn", "d", "e")
     write_nir(tmp_path / "network.nir", network)
     again = read_nir(tmp_path / "network.nir")
     with torch.no_grad():

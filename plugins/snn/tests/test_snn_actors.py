@@ -101,17 +101,49 @@ def test_resumed(network: Network, tmp_path: Path) -> None:
     expect_same({name: torch.cat([first[name], second[name]]) for name in RECORD}, network, events())
 
 
+def test_refractory_neurons_resumed(tmp_path: Path) -> None:
+    """Steps that neurons still wait are a part of what actors share, and of a checkpoint; another time is refused."""
+
+    def build(time: float) -> Network:
+        torch.manual_seed(0)
+        pixels, a = Population("pixels", 40, spikes=True), Population("a", 64, LIF(1e-3, t_refractory=time))
+        b = Population("b", 64, CubaLIF(1e-3, 5e-4, t_refractory=torch.arange(64) % 4 * 1e-4))
+        out = Population("out", 5, LI(1e-3))
+        return Network([pixels, a, b, out], [Projection(pixels, a), Projection(a, b), Projection(b, out)])
+
+    network, names = build(5e-4), ("a", "a.refractory", "b", "b.refractory", "out")
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(6)
+        whole, _ = network(events(), record=names)
+    assert whole["b"].sum() > 50
+    with ActorSystem("threads") as system:
+        parts = [ActorNetwork(network, system, batch=2, actors=2)(events()[:9], names)]
+        system.checkpoint(tmp_path / "state")
+    with ActorSystem("threads", resume=tmp_path / "state") as system:
+        parts.append(ActorNetwork(network, system, batch=2)(events()[9:], names))
+    for name in names:
+        assert torch.equal(torch.cat([part[name] for part in parts]), whole[name]), name
+    other = build(4e-4)
+    other.load_state_dict(network.state_dict())
+    with (
+        ActorSystem("threads", resume=tmp_path / "state") as system,
+        pytest.raises(InputError, match="neurons and weights of digest"),
+    ):
+        ActorNetwork(other, system, batch=2)
+
+
 class Fragile(LIF):
     """Fails in its third step, once."""
 
     left = 3
 
-    def forward(self, x: torch.Tensor, mem: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, *state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Step, or fail."""
         Fragile.left -= 1
         if Fragile.left == 0:
             raise OSError("once")
-        return super().forward(x, mem)
+        return super().forward(x, *state)
 
 
 def small(neuron: LIF) -> Network:

@@ -75,6 +75,60 @@ def test_state_goes_on() -> None:
     assert all(torch.equal(a, b) for name in before for a, b in zip(before[name], state.neurons[name], strict=True))
 
 
+def test_truncated_backpropagation() -> None:
+    """A call from a detached state has the numbers of one run, and the gradients of its own steps alone."""
+    network, x = recurrent(), spikes()
+    whole, _ = network(x, record=("hidden", "out"))
+    first, state = network(x[:11], record=("hidden", "out"))
+    assert state.neurons["hidden"][0].requires_grad
+    detached = state.detach()
+    parts = [*detached.neurons.values(), *detached.history.values()]
+    assert not any(item.requires_grad for items in parts for item in items)
+    assert detached.clock == 11
+    second, after = network(x[11:], detached, record=("hidden", "out"))
+    for name, value in whole.items():
+        assert torch.equal(torch.cat([first[name], second[name]]), value)
+    weights = [*network.parameters()]
+    found = torch.autograd.grad(second["out"].sum(), weights, retain_graph=True)
+    with torch.no_grad():
+        _, copied = network(x[:11])  # where nothing was recorded at all
+    expected = torch.autograd.grad(network(x[11:], copied)[0]["out"].sum(), weights)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    through = torch.autograd.grad(network(x[11:], state)[0]["out"].sum(), weights)
+    assert not torch.equal(found[0], through[0])
+    assert after.neurons["hidden"][0].requires_grad
+
+
+def test_neurons_that_learn_in_a_network() -> None:
+    """Time constants and thresholds are parameters of the network, and an optimiser changes them with the weights."""
+    torch.manual_seed(0)
+    tau, threshold = torch.nn.Parameter(torch.full((20,), 1e-3)), torch.nn.Parameter(torch.tensor(0.8))
+    pixels, hidden = Population("pixels", 16), Population("hidden", 20, LIF(tau, None, 0.0, threshold))
+    out = Population("out", 4, LI.from_beta(torch.nn.Parameter(torch.tensor(0.9))))
+    network = Network([pixels, hidden, out], [Projection(pixels, hidden, format="nf4"), Projection(hidden, out)])
+    names = dict(network.named_parameters())
+    neurons = {name for name in names if name.startswith("populations")}
+    assert neurons == {
+        "populations.hidden.neuron.tau_mem",
+        "populations.hidden.neuron.v_threshold",
+        "populations.out.neuron.share_of_tau_mem",
+    }
+    with torch.no_grad():
+        names["projections.pixels->hidden.synapses.weight"].mul_(5)
+    optimiser = torch.optim.Adam(network.parameters(), lr=1e-3)
+    before = {name: names[name].detach().clone() for name in neurons}
+    network(spikes())[0]["out"].square().sum().backward()
+    optimiser.step()
+    for name in neurons:
+        assert (names[name] != before[name]).all(), name
+    config = q4.SessionConfig(device="cpu", activation_precision="exact")
+    with torch.no_grad(), q4.Session(config) as session:
+        trained, _ = network(spikes())
+        pack_(network, session)
+        torch.testing.assert_close(network(spikes())[0]["out"], trained["out"])
+    assert {name for name, _ in network.named_parameters() if name.startswith("populations")} == neurons
+
+
 def test_the_order_of_populations_does_not_matter() -> None:
     """Populations step in the order that their projections ask for, whichever order they are given in."""
     network, x = recurrent(), spikes()

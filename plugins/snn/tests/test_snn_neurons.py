@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS = 60
-OPTIONS = {"dt", "reset", "threshold_inclusive", "reset_delay", "surrogate"}
+OPTIONS = {"dt", "reset", "threshold_inclusive", "reset_delay", "surrogate", "t_refractory"}
 
 
 def currents(size: int = 7, seed: int = 0) -> torch.Tensor:
@@ -190,6 +190,8 @@ def test_gradients_through_time() -> None:
         (lambda: LIF(torch.ones(2), v_threshold=torch.ones(3)), "v_threshold"),
         (lambda: LIF(1e-3, reset="zero"), "reset"),  # type: ignore[arg-type]  # the point
         (lambda: LIF.from_beta(1.0), "beta"),
+        (lambda: LIF.from_beta(torch.nn.Parameter(torch.tensor([0.5, 1.0]))), "beta"),
+        (lambda: LIF(1e-3, v_reset=torch.nn.Parameter(torch.tensor(0.1))), "v_reset"),
         (lambda: make("lif", tau_mem="fast"), "tau_mem"),
     ],
 )
@@ -200,18 +202,163 @@ def test_refused_parameters(build: Callable[[], object], name: str) -> None:
     assert caught.value.name == name
 
 
-@pytest.mark.parametrize("value", [torch.nn.Parameter(torch.full((3,), 0.5)), torch.ones((), requires_grad=True)])
-def test_parameters_that_would_learn(value: torch.Tensor) -> None:
-    """Each parameter of each neuron, and a surrogate's number, is refused where it asks for gradients."""
-    needed = {"tau_mem": 0.1, "tau_syn": 0.1, "tau_adapt": 0.1, "adaptation": 0.1}
+REFRACTORY: dict[str, Any] = {"dt": 1e-3, "t_refractory": 4e-3}
+
+
+@pytest.mark.parametrize("reset", ["subtract", "value", "none"])
+@pytest.mark.parametrize("kind", ["lif", "cuba", "if", "alif"])
+def test_refractory_time(kind: str, reset: Any) -> None:
+    """After a spike a membrane stays where the reset left it, for as many steps; the rest of the neuron goes on."""
+    x, options = currents() * 3, {**REFRACTORY, "reset": reset}
+    kinds: dict[str, Callable[[], torch.nn.Module]] = {
+        "lif": lambda: LIF(5e-3, v_reset=-0.2, **options),
+        "cuba": lambda: CubaLIF(5e-3, 2e-3, v_reset=-0.2, **options),
+        "if": lambda: IF(v_reset=-0.2, **options),
+        "alif": lambda: ALIF(5e-3, 50e-3, 0.3, v_reset=-0.2, **options),
+    }
+    neuron: Any = kinds[kind]()
+    beta, alpha = (1.0 if kind == "if" else 0.8), 0.5
+    syn, adapt, mem, left = (torch.zeros_like(x[0]) for _ in range(4))
+    state: tuple[torch.Tensor, ...] = ()
+    total = 0.0
+    for current in x:
+        syn = alpha * syn + current
+        moved = beta * mem + (syn if kind == "cuba" else current)
+        fired = ((moved > 1.0 + (0.3 * adapt if kind == "alif" else 0.0)) & (left == 0)).double()
+        mem = torch.where(left > 0, mem, {"subtract": moved - fired, "none": moved}.get(reset, moved))
+        mem = torch.where(fired > 0, -0.2, mem) if reset == "value" else mem
+        left = torch.where(fired > 0, 4.0, (left - 1).clamp(min=0))
+        adapt = 0.98 * adapt + fired
+        spikes, *after = neuron(current, *state)
+        state = tuple(after)
+        assert torch.equal(spikes, fired)
+        named = dict(zip(neuron.states, state, strict=True))
+        assert torch.equal(named["refractory"], left)
+        for name, value in (("mem", mem), ("syn", syn), ("adapt", adapt)):
+            if name in named:
+                torch.testing.assert_close(named[name], value, rtol=1e-12, atol=1e-12)
+        total += float(spikes.sum())
+    assert 0.5 * x[0].numel() * STEPS / 5 < total <= x[0].numel() * STEPS / 5 + x[0].numel()
+
+
+def test_refractory_time_of_each_neuron() -> None:
+    """Neurons wait their own numbers of steps, to the nearest; one that waits none is as without the option."""
+    x = torch.full((40, 2, 4), 5.0)
+    neuron = LIF(5e-3, dt=1e-3, reset="value", t_refractory=torch.tensor([0.0, 1e-3, 1.4e-3, 1.6e-3]))
+    found, (_, left) = run(neuron, x)
+    assert found[:, 0].sum(0).tolist() == [40, 20, 20, 14]
+    assert left.dtype is torch.float32
+    assert torch.equal(found[..., 0], run(LIF(5e-3, dt=1e-3, reset="value"), x[..., 0])[0])
+    assert LIF(5e-3, t_refractory=0.0).states == ("mem",)
+    assert neuron.states == ("mem", "refractory")
+
+
+def test_gradients_in_a_refractory_time() -> None:
+    """What comes while a neuron waits has no gradient; what came before and after has that of the membrane."""
+    x = torch.tensor([[1.5], [0.3], [0.4], [0.2], [0.1]], dtype=torch.float64, requires_grad=True)
+    spikes, (mem, _) = run(LIF.from_beta(0.5, t_refractory=2e-4), x)
+    assert spikes.flatten().tolist() == [1, 0, 0, 0, 0]
+    (found,) = torch.autograd.grad(mem.sum(), x, retain_graph=True)
+    assert found.flatten().tolist() == [0.25, 0, 0, 0.5, 1]
+    (found,) = torch.autograd.grad(spikes[1:3].sum(), x)
+    assert not found.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_refractory_time_that_a_dtype_counts(dtype: torch.dtype) -> None:
+    """A count of steps is exact in every dtype; where it would not be, the dtype is refused."""
+    most = int(2 / torch.finfo(dtype).eps)
+    x = torch.zeros(3, dtype=dtype)
+    for steps in (most, most + 1):
+        neuron = LIF(1.0, dt=0.5, t_refractory=steps * 0.5)
+        if steps > most:
+            with pytest.raises(InputError, match=f"counts {steps} refractory steps; this one counts {most}"):
+                neuron(x)
+            continue
+        _, _, left = neuron(x + 9)
+        assert left.tolist() == [most] * 3
+        assert neuron(x, x, left)[2].tolist() == [most - 1] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"t_refractory": -1e-3}, "t_refractory"),
+        ({"t_refractory": 4e-5}, "t_refractory"),
+        ({"t_refractory": float("nan")}, "t_refractory"),
+        ({"t_refractory": "2 ms"}, "t_refractory"),
+        ({"t_refractory": torch.ones(2, 2)}, "t_refractory"),
+        ({"t_refractory": torch.nn.Parameter(torch.ones(2))}, "t_refractory"),
+        ({"t_refractory": torch.ones(2, requires_grad=True)}, "t_refractory"),
+        ({"t_refractory": 1e-3, "reset_delay": True}, "reset_delay"),
+    ],
+)
+def test_refused_refractory_times(options: dict[str, Any], name: str) -> None:
+    """A time below 0, of less than half a step, that would learn, or with a delayed reset is an error."""
+    with pytest.raises(ConfigError) as caught:
+        LIF(1e-2, **options)
+    assert caught.value.name == name
+
+
+NEEDED = {"tau_mem": 0.1, "tau_syn": 0.1, "tau_adapt": 0.1, "adaptation": 0.1}
+LEARNED = [
+    (neuron, name)
+    for neuron in (LIF, CubaLIF, IF, LI, ALIF)
+    for name in inspect.signature(neuron).parameters
+    if name not in OPTIONS
+]
+
+
+@pytest.mark.parametrize(("neuron", "name"), LEARNED)
+@pytest.mark.parametrize("size", [None, 3])
+def test_parameters_learn(neuron: Any, name: str, size: int | None) -> None:
+    """Each parameter of each neuron learns as an ``nn.Parameter``: a membrane's gradient is what differences show.
+
+    An adaptation acts by spikes alone, which have a surrogate's gradient.
+    """
+    needed = {key: value for key, value in NEEDED.items() if key in inspect.signature(neuron).parameters}
+    value = 40.0 if name == "r" else 0.3
+    parameter = torch.nn.Parameter(torch.full(() if size is None else (size,), value, dtype=torch.float64))
+    options = {"reset": "value"} if name == "v_reset" else {}
+    made = neuron(**needed | {name: parameter}, **options, dt=0.02)
+    assert dict(made.named_parameters())[name] is parameter
+    assert [*made.state_dict()] == [name]
+    assert made.size == size
+    x = currents(3)[:6] * 5
+    spikes, _ = run(made, x)
+    assert bool((spikes == 1).any()) is (neuron is not LI)
+    if name == "adaptation":
+        (gradient,) = torch.autograd.grad(spikes.sum(), parameter)
+        assert bool((gradient != 0).all())
+    else:
+        assert torch.autograd.gradcheck(lambda _: run(made, x)[1][-1].sum(), parameter)
+
+
+def test_a_time_constant_that_learns_to_nothing() -> None:
+    """One that falls below dt counts as dt, as no step may overshoot; a share outside of 0 … 1 is clipped."""
+    tau, beta = torch.nn.Parameter(torch.tensor(1e-3)), torch.nn.Parameter(torch.tensor([0.5, 0.5]))
+    lif, other = LIF(tau, 5.0, dt=1e-3), LIF.from_beta(beta)
+    with torch.no_grad():
+        tau.fill_(-1.0)
+        beta.copy_(torch.tensor([-0.1, 1.1]))
+        assert lif(torch.ones(1), torch.ones(1))[1].tolist() == [
+            pytest.approx(4.0)
+        ]  # 0 · 1 + 5 · 1, of which a spike takes 1
+        assert torch.as_tensor(other.beta).tolist() == [0.0, 1.0]
+        assert torch.as_tensor(other.tau_mem).tolist() == [pytest.approx(1e-4), float("inf")]
+    assert [*other.state_dict()] == ["share_of_tau_mem"]
+
+
+@pytest.mark.parametrize("value", [torch.full((3,), 0.5, requires_grad=True), torch.ones((), requires_grad=True) * 2])
+def test_gradients_that_would_get_lost(value: torch.Tensor) -> None:
+    """A tensor that asks for gradients but is no ``nn.Parameter`` is refused, and so is a surrogate's number."""
     builds: list[tuple[Any, dict[str, Any], str]] = []
-    for neuron in (LIF, CubaLIF, IF, LI, ALIF):
-        names = [name for name in inspect.signature(neuron).parameters if name not in OPTIONS]
-        given = {name: needed[name] for name in names if name in needed}
-        builds += [(neuron, {**given, name: value}, name) for name in names]
-        assert len(names) >= 3
+    for neuron, name in LEARNED:
+        needed = {key: number for key, number in NEEDED.items() if key in inspect.signature(neuron).parameters}
+        builds.append((neuron, {**needed, name: value}, name))
     builds += [(surrogate.atan, {"alpha": value}, "alpha"), (surrogate.sigmoid, {"slope": value}, "slope")]
     builds.append((surrogate.fast_sigmoid, {"slope": value}, "slope"))
+    builds.append((LIF.from_beta, {"beta": value}, "beta"))
     builds.append((LIF.from_beta, {"beta": 0.5, "v_threshold": value}, "v_threshold"))
     for build, arguments, name in builds:
         with pytest.raises(ConfigError) as caught:
@@ -234,6 +381,8 @@ def test_refused_states() -> None:
         (lambda: LIF(1e-3)(torch.ones(2, 3), torch.ones(2, 4)), "mem"),
         (lambda: CubaLIF(1e-3, 1e-3)(torch.ones(2), torch.ones(2)), "mem"),
         (lambda: LIF(torch.ones(3))(torch.ones(2, 4)), "x"),
+        (lambda: LIF(1e-3)(torch.ones(2), torch.ones(2), torch.ones(2)), "state"),
+        (lambda: LIF(1e-3, t_refractory=1e-3)(torch.ones(2), torch.ones(2)), "refractory"),
     ]
     for call, name in calls:
         with pytest.raises(InputError) as caught:

@@ -79,6 +79,15 @@ class NetworkState:
     coming: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     clock: int = 0
 
+    def detach(self) -> NetworkState:
+        """Return the same numbers without gradients: what a call that goes on from them records, ends there."""
+        return attrs.evolve(
+            self,
+            neurons={name: tuple(item.detach() for item in items) for name, items in self.neurons.items()},
+            history={name: tuple(item.detach() for item in items) for name, items in self.history.items()},
+            coming={name: item.detach() for name, item in self.coming.items()},
+        )
+
 
 class Network(nn.Module):
     """Populations and the projections between them, which step together.

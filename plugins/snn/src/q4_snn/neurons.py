@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from q4_snn.neuron import Membrane, Spiking, decay_of, gain_of, leaky_step, stated
+import torch
+from torch import nn
+
+from q4_snn.neuron import Membrane, Spiking, gain_of, leaky_step, stated
 from q4core import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from q4_snn.neuron import Parameter, Reset
     from q4_snn.surrogate import Surrogate
 
@@ -39,6 +40,11 @@ class LI(Membrane):
     ) -> None:
         super().__init__(dt, **stated(tau_mem=tau_mem, r=r, v_leak=v_leak))
 
+    @classmethod
+    def from_beta(cls, beta: float | nn.Parameter, *, dt: float = 1e-4) -> LI:
+        """Return integrators by the share of a membrane that a step leaves, as of ``LIF``."""
+        return cls(_tau("beta", beta, dt, cls), dt=dt).learn_share("tau_mem", beta)
+
     def forward(self, x: torch.Tensor, mem: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the membranes twice, as output and as state: [..., n] from currents [..., n]."""
         (mem,) = self._state(x, (mem,))
@@ -55,6 +61,9 @@ class LIF(Spiking, Membrane):
         v_leak: Where the membrane rests.
         v_threshold: Above it a neuron fires.
         v_reset: Where it goes then, with ``reset="value"``.
+        t_refractory: Seconds that a neuron waits after a spike, to the nearest step, as NEST's ``t_ref``: for as many
+            steps its membrane stays where the reset left it, its input is ignored, and it does not fire. It does not
+            learn, and needs ``reset_delay=False``.
         dt: Seconds of a step.
         reset: ``subtract`` the threshold, set to the ``value`` v_reset, or ``none``.
         threshold_inclusive: Whether a membrane at exactly the threshold fires.
@@ -73,6 +82,7 @@ class LIF(Spiking, Membrane):
         v_threshold: Parameter = 1.0,
         v_reset: Parameter = 0.0,
         *,
+        t_refractory: Parameter = 0.0,
         dt: float = 1e-4,
         reset: Reset = "subtract",
         threshold_inclusive: bool = False,
@@ -80,17 +90,23 @@ class LIF(Spiking, Membrane):
         surrogate: Surrogate | None = None,
     ) -> None:
         values = stated(tau_mem=tau_mem, r=r, v_leak=v_leak, v_threshold=v_threshold, v_reset=v_reset)
-        super().__init__(dt, reset, threshold_inclusive, reset_delay, surrogate, **values)
+        super().__init__(dt, reset, threshold_inclusive, reset_delay, surrogate, t_refractory, **values)
 
     @classmethod
-    def from_beta(cls, beta: float, v_threshold: Parameter = 1.0, *, dt: float = 1e-4, **options: Any) -> LIF:
-        """Return neurons by the share of a membrane that a step leaves, 0 … below 1, as snnTorch's ``Leaky(beta)``."""
-        return cls(_tau("beta", beta, dt, cls), None, 0.0, v_threshold, dt=dt, **options)
+    def from_beta(
+        cls, beta: float | nn.Parameter, v_threshold: Parameter = 1.0, *, dt: float = 1e-4, **options: Any
+    ) -> LIF:
+        """Return neurons by the share of a membrane that a step leaves, 0 … below 1, as snnTorch's ``Leaky(beta)``.
 
-    def forward(self, x: torch.Tensor, mem: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (spikes, membranes), [..., n] each, from currents [..., n] and the membranes before."""
-        (mem,) = self._state(x, (mem,))
-        return self._fire(mem, lambda before: self._integrate(before, x))
+        An ``nn.Parameter`` learns in place of the time constant, as with snnTorch's ``learn_beta``.
+        """
+        made = cls(_tau("beta", beta, dt, cls), None, 0.0, v_threshold, dt=dt, **options)
+        return made.learn_share("tau_mem", beta)
+
+    def forward(self, x: torch.Tensor, *state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return spikes and state, [..., n] each, from currents [..., n] and the state before, by ``states``."""
+        mem, *waits = self._state(x, state)
+        return self._fire(mem, waits, lambda before: self._integrate(before, x))
 
 
 class CubaLIF(Spiking, Membrane):
@@ -120,6 +136,7 @@ class CubaLIF(Spiking, Membrane):
         v_reset: Parameter = 0.0,
         w_in: Parameter | None = None,
         *,
+        t_refractory: Parameter = 0.0,
         dt: float = 1e-4,
         reset: Reset = "subtract",
         threshold_inclusive: bool = False,
@@ -129,29 +146,34 @@ class CubaLIF(Spiking, Membrane):
         values = stated(
             tau_mem=tau_mem, tau_syn=tau_syn, r=r, v_leak=v_leak, v_threshold=v_threshold, v_reset=v_reset, w_in=w_in
         )
-        super().__init__(dt, reset, threshold_inclusive, reset_delay, surrogate, **values)
+        super().__init__(dt, reset, threshold_inclusive, reset_delay, surrogate, t_refractory, **values)
 
     @classmethod
     def from_alpha_beta(
-        cls, alpha: float, beta: float, v_threshold: Parameter = 1.0, *, dt: float = 1e-4, **options: Any
+        cls,
+        alpha: float | nn.Parameter,
+        beta: float | nn.Parameter,
+        v_threshold: Parameter = 1.0,
+        *,
+        dt: float = 1e-4,
+        **options: Any,
     ) -> CubaLIF:
         """Return neurons by what a step leaves of current and membrane, as snnTorch's ``Synaptic(alpha, beta)``."""
         tau_mem, tau_syn = _tau("beta", beta, dt, cls), _tau("alpha", alpha, dt, cls)
-        return cls(tau_mem, tau_syn, None, 0.0, v_threshold, dt=dt, **options)
+        made = cls(tau_mem, tau_syn, None, 0.0, v_threshold, dt=dt, **options)
+        return made.learn_share("tau_mem", beta).learn_share("tau_syn", alpha)
 
     @property
     def alpha(self) -> Parameter:
         """Share of a synaptic current that a step leaves: 1 - dt / tau_syn."""
-        return decay_of(self.dt, self.tau_syn)
+        return self.share_of("tau_syn")
 
-    def forward(
-        self, x: torch.Tensor, syn: torch.Tensor | None = None, mem: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (spikes, currents, membranes), [..., n] each, from input [..., n] and the state before."""
-        syn, mem = self._state(x, (syn, mem))
+    def forward(self, x: torch.Tensor, *state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return spikes, currents, membranes and other state, [..., n] each, from input [..., n] and the state."""
+        syn, mem, *waits = self._state(x, state)
         syn = leaky_step(syn, x, self.alpha, gain_of(self.dt, self.tau_syn, getattr(self, "w_in", None)), 0.0)
-        spikes, mem = self._fire(mem, lambda before: self._integrate(before, syn))
-        return spikes, syn, mem
+        spikes, *after = self._fire(mem, waits, lambda before: self._integrate(before, syn))
+        return spikes, syn, *after
 
 
 class IF(Spiking):
@@ -170,6 +192,7 @@ class IF(Spiking):
         v_threshold: Parameter = 1.0,
         v_reset: Parameter = 0.0,
         *,
+        t_refractory: Parameter = 0.0,
         dt: float = 1e-4,
         reset: Reset = "subtract",
         threshold_inclusive: bool = False,
@@ -177,13 +200,13 @@ class IF(Spiking):
         surrogate: Surrogate | None = None,
     ) -> None:
         values = stated(r=r, v_threshold=v_threshold, v_reset=v_reset)
-        super().__init__(dt, reset, threshold_inclusive, reset_delay, surrogate, **values)
+        super().__init__(dt, reset, threshold_inclusive, reset_delay, surrogate, t_refractory, **values)
 
-    def forward(self, x: torch.Tensor, mem: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (spikes, membranes), [..., n] each, from currents [..., n] and the membranes before."""
-        (mem,) = self._state(x, (mem,))
+    def forward(self, x: torch.Tensor, *state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return spikes and state, [..., n] each, from currents [..., n] and the state before, by ``states``."""
+        mem, *waits = self._state(x, state)
         gain = gain_of(self.dt, 1.0, getattr(self, "r", None))
-        return self._fire(mem, lambda before: leaky_step(before, x, 1.0, gain, 0.0))
+        return self._fire(mem, waits, lambda before: leaky_step(before, x, 1.0, gain, 0.0))
 
 
 class ALIF(Spiking, Membrane):
@@ -216,6 +239,7 @@ class ALIF(Spiking, Membrane):
         v_threshold: Parameter = 1.0,
         v_reset: Parameter = 0.0,
         *,
+        t_refractory: Parameter = 0.0,
         dt: float = 1e-4,
         reset: Reset = "subtract",
         threshold_inclusive: bool = False,
@@ -230,23 +254,28 @@ class ALIF(Spiking, Membrane):
             v_threshold=v_threshold,
             v_reset=v_reset,
         )
-        super().__init__(dt, reset, threshold_inclusive, False, surrogate, **values)  # noqa: FBT003  # no delay
+        super().__init__(dt, reset, threshold_inclusive, False, surrogate, t_refractory, **values)  # noqa: FBT003  # no delay
 
     @property
     def rho(self) -> Parameter:
         """Share of the threshold's rise that a step leaves: 1 - dt / tau_adapt."""
-        return decay_of(self.dt, self.tau_adapt)
+        return self.share_of("tau_adapt")
 
-    def forward(
-        self, x: torch.Tensor, adapt: torch.Tensor | None = None, mem: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (spikes, adaptations, membranes), [..., n] each; the threshold is v_threshold + adaptation · adapt."""
-        adapt, mem = self._state(x, (adapt, mem))
-        spikes, mem = self._fire(mem, lambda before: self._integrate(before, x), self.adaptation * adapt)
-        return spikes, self.rho * adapt + spikes, mem
+    def forward(self, x: torch.Tensor, *state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return spikes, adaptations, membranes and other state, [..., n] each, from input [..., n] and the state.
+
+        The threshold is v_threshold + adaptation · adapt.
+        """
+        adapt, mem, *waits = self._state(x, state)
+        spikes, *after = self._fire(mem, waits, lambda before: self._integrate(before, x), self.adaptation * adapt)
+        return spikes, self.rho * adapt + spikes, *after
 
 
-def _tau(name: str, share: float, dt: float, neuron: type) -> float:
-    if not isinstance(share, (int, float)) or not 0 <= share < 1:
-        raise ConfigError(neuron.__name__, name=name, rule="a number from 0 to below 1", value=share)
-    return dt / (1 - share)
+def _tau(name: str, share: float | nn.Parameter, dt: float, neuron: type) -> Parameter:
+    """Return the time constant of a share."""
+    found = share.detach() if isinstance(share, nn.Parameter) else share
+    is_one = isinstance(share, nn.Parameter) or (isinstance(share, (int, float)) and not isinstance(share, bool))
+    if not is_one or not bool(((torch.as_tensor(found) >= 0) & (torch.as_tensor(found) < 1)).all()):
+        rule = "a number from 0 to below 1, or an nn.Parameter of such, [n] or []"
+        raise ConfigError(neuron.__name__, name=name, rule=rule, value=share)
+    return dt / (1 - found)

@@ -131,6 +131,8 @@ def _node_of(nir: Any, population: Population) -> Any:
         array = value.detach().cpu().double().numpy() if isinstance(value, torch.Tensor) else value
         values[_nir_name(kind, name)] = np.zeros(population.size) + array
     metadata = {name: getattr(neuron, name) for name in _OPTIONS if hasattr(neuron, name)}
+    if (time := getattr(neuron, "t_refractory", None)) is not None:
+        metadata["t_refractory"] = time.cpu().double().numpy() if isinstance(time, torch.Tensor) else time
     return getattr(nir, kind)(**values, metadata=metadata)
 
 
@@ -222,6 +224,8 @@ def _neuron(name: str, node: Any, options: dict[str, Any]) -> Neuron:
             values[option] = str(value) if option == "reset" else bool(value)
     if kind != "LI":
         values.setdefault("reset", "value")
+        time = np.asarray(node.metadata.get("t_refractory", 0.0), np.float64)
+        values["t_refractory"] = torch.from_numpy(time) if time.ndim else float(time)
     try:
         return _NEURONS[kind](dt=dt, **values)
     except ConfigError as error:

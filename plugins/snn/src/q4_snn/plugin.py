@@ -21,7 +21,15 @@ def q4_layers() -> list[LayerType]:
     tau = {"tau_mem": 1e-3}
     adaptive = {**tau, "tau_adapt": 1e-2, "adaptation": 0.5}
     return [
-        LayerType("lif", LIF, summary="LIF neurons", examples=(LayerExample((5,), tau, surrogate=True),)),
+        LayerType(
+            "lif",
+            LIF,
+            summary="LIF neurons",
+            examples=(
+                LayerExample((5,), tau, surrogate=True),
+                LayerExample((5,), {**tau, "t_refractory": 2e-4}, surrogate=True),
+            ),
+        ),
         LayerType(
             "cuba_lif",
             CubaLIF,
