@@ -52,7 +52,7 @@ def problem(neurons: int, blocks: Sequence[int]) -> dict[str, Any]:
     """
     synapses = join(neurons)
     target, weight, delay = synapses.synapses_of(torch.arange(neurons))
-    source = torch.repeat_interleave(torch.arange(neurons), synapses.starts.diff())
+    source = synapses.weight.with_places(torch.arange(neurons))[0]
     draw = torch.Generator().manual_seed(2)
     drive = (1 - BETA) * _DRIVE * (1 + _DRIVE_SPREAD * torch.randn(neurons, generator=draw))
     found = {"source": source.int(), "target": target.int(), "weight": weight, "delay": delay.int(), "drive": drive}

@@ -375,7 +375,7 @@ def test_checkpoint_of_other_weights(what: str, tmp_path: Path) -> None:
             case "neuron":
                 other.population("a").neuron = LIF(1e-3, v_threshold=2.0)
             case "synapse":
-                other.get_buffer("projections.pixels->b.offset").mul_(2)
+                other.get_buffer("projections.pixels->b.packed.levels").add_(1)
     with q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session:
         pack_(equal, session)
         with ActorSystem("threads", resume=tmp_path / "state") as system:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import pickle
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import q4core as q4
+from q4_programs import SparseWeight
 from q4_snn import LI, LIF, Network, Population, Projection, SparseProjection, spikegen
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SOURCES, TARGETS, SYNAPSES = 30, 50, 700
 CELLS = Population("cells", TARGETS, LIF.from_beta(0.9, 100.0))
@@ -50,7 +58,7 @@ def test_input_arrives_after_its_delay() -> None:
     """The input of each step is the dense sum of what was sent as many steps before as each synapse waits."""
     projection = SparseProjection(**draw())
     target, weight, delay = projection.synapses_of(torch.arange(SOURCES))
-    source = torch.repeat_interleave(torch.arange(SOURCES), projection.starts.diff())
+    source = projection.weight.with_places(torch.arange(SOURCES))[0]
     dense = torch.zeros(6, SOURCES, TARGETS, dtype=torch.float64)
     dense.index_put_((delay, source, target), weight.double(), accumulate=True)
     spikes = torch.rand((20, SOURCES), generator=torch.Generator().manual_seed(1)) < 0.2
@@ -59,20 +67,20 @@ def test_input_arrives_after_its_delay() -> None:
         arrived = projection.advance()
         wanted = sum(spikes[step + 1 - wait].double() @ dense[wait] for wait in range(1, min(step + 2, 6)))
         torch.testing.assert_close(arrived.double(), wanted, rtol=1e-5, atol=1e-3)
-    assert projection.events == int((spikes * projection.starts.diff()).sum())
+    assert projection.events == int((spikes * source.bincount(minlength=SOURCES)).sum())
     projection.reset()
     assert (projection.events, float(projection.advance().abs().sum())) == (0, 0)
 
 
-def test_a_synapse_takes_less_than_four_bytes() -> None:
-    """2 bytes of target, half a byte of weight, 1 of delay, an eighth of scale and offset, and the sources' share."""
+def test_a_synapse_takes_less_than_2_7_bytes() -> None:
+    """A byte of target, one of delay, half a byte of weight, an eighth of scale and offset, and the sources' share."""
     random = torch.Generator().manual_seed(0)
-    counts, ones = torch.tensor([[40_000]]), torch.ones(1, 1)
+    counts, ones = torch.tensor([[100_000]]), torch.ones(1, 1)
     projection = SparseProjection.fixed_total_number(
         [500], counts, ones, 15 * ones, weight_spread=0.1, delay_spread=0.5, generator=random
     )
-    assert projection.bytes_per_synapse == pytest.approx(2 + 0.5 + 1 + 4 / 32 + 8 * 501 / 40_000)
-    assert "40000 synapses of 3.73 bytes" in str(projection)
+    assert projection.bytes_per_synapse == pytest.approx(2 + 0.5 + 4 / 32 + 12 * 500 / 100_000, abs=1e-3)
+    assert "100000 synapses of 2.69 bytes" in str(projection)
 
 
 def test_random_synapses_have_their_numbers() -> None:
@@ -215,3 +223,79 @@ def test_sparse_synapses_do_not_train() -> None:
         SparseProjection(**draw() | {"sources": Population("plain", SOURCES), "targets": CELLS})
     with pytest.raises(q4.InputError, match="'inputs': input must be 0 and 1 alone"), torch.no_grad():
         net.step({"inputs": x[0] / 2})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_spikes_of_other_dtypes(dtype: torch.dtype) -> None:
+    """Spikes of another dtype get the float32 currents, rounded to it; a network of it keeps its weights."""
+    projection = SparseProjection(**draw())
+    spikes = (torch.rand((9, 2, SOURCES), generator=torch.Generator().manual_seed(4)) < 0.3).float()
+    other = copy.deepcopy(projection).to(dtype)
+    rings = projection.coming(2), other.coming(2)
+    for step, given in enumerate(spikes):
+        wanted, found = projection(given, rings[0], step), other(given.to(dtype), rings[1], step)
+        assert found.dtype is dtype
+        assert torch.equal(found, wanted.to(dtype))
+    assert torch.equal(*rings)
+    net = network()
+    x = spikegen.rate(torch.full((2, SOURCES), 0.1), 10, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = net(x, record=("cells",))[0]["cells"]
+        if dtype is torch.float64:
+            net.double()
+            assert torch.equal(net(x.double(), record=("cells",))[0]["cells"], wanted.double())
+
+
+def test_loaded_synapses_are_checked() -> None:
+    """A state of another module's is taken; what its numbers make illegal is a typed error at the next use."""
+    projection, other = SparseProjection(**draw()), SparseProjection(**draw() | {"weight": torch.ones(SYNAPSES)})
+    other.load_state_dict(projection.state_dict())
+    for copied in (other, copy.deepcopy(projection), pickle.loads(pickle.dumps(projection))):  # noqa: S301  # our own
+        pairs = zip(copied.weight.tensors(), projection.weight.tensors(), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
+        assert all(one is two for one, two in zip(copied.weight.tensors(), copied.packed.buffers(), strict=True))
+    state = {name: value.clone() for name, value in projection.state_dict().items()}
+    state["packed.gaps"][1:] = 255
+    other.load_state_dict(state)
+    with pytest.raises(q4.InputError, match="gaps must be"):
+        other.deliver(torch.tensor([1]))
+
+
+def test_synapses_that_are_there_already(tmp_path: Path) -> None:
+    """A weight of a file is a projection without a copy; one of other sizes is refused."""
+    given = SparseProjection(**draw())
+    weight = SparseWeight.load(given.weight.save(tmp_path / "synapses.safetensors"))
+    made = SparseProjection.of(weight, sources=SOURCES, targets=TARGETS)
+    assert made.weight is weight
+    for projection in (given, made):
+        projection.deliver(torch.arange(SOURCES))
+    assert torch.equal(given.ring, made.ring)
+    with pytest.raises(q4.InputError, match="weight must be of 30 sources and 51 targets"):
+        SparseProjection.of(weight, sources=SOURCES, targets=TARGETS + 1)
+
+
+PIECES = """
+import torch
+from q4_snn import SparseProjection
+
+def peak():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+def make(size, count):
+    return SparseProjection.fixed_total_number(
+        [size], torch.tensor([[count]]), torch.ones(1, 1), torch.full((1, 1), 15.0), weight_spread=0.1,
+        delay_spread=0.5, generator=torch.Generator().manual_seed(0))
+
+make(2_000, 1_000_000)
+before = peak()
+made = make(5_000, 5_000_000)
+assert made.synapses == 5_000_000
+print(peak() - before - made.weight.nbytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read as Linux states them")
+def test_random_synapses_are_made_in_pieces() -> None:
+    """Five million synapses grow a process that made some by no more than what is stored of them and a little."""
+    found = subprocess.run([sys.executable, "-c", PIECES], check=True, capture_output=True, text=True)
+    assert int(found.stdout) < 16 << 20  # their float32 weights alone are 20 MB

@@ -1,29 +1,75 @@
 """``SparseProjection``: the synapses that exist, each with a weight of four bits and a delay of its own.
 
-Synapses are sorted by source, so that a spike reads those of its source alone. A synapse takes 2 bytes for its target
-(4 where there are more than 65,536), half a byte for its weight's code, 1 for its delay, and an eighth for scale and
-offset, which 32 synapses share.
+A spike reads the synapses of its source alone, ``q4_programs.SparseWeight``: 2.63 bytes each.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import q4core as q4
-from q4_snn.connectors import fixed_total_number
+from q4_programs import SparseBuilder, SparseWeight
 from q4_snn.population import Population, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SparseProjection"]
+__all__ = ["SparseProjection", "SparseSynapses"]
 
-_BLOCK = 32
-_SHORT = 1 << 16
 _MOST_DELAY = 255
+_PIECE = 1 << 18
+"""Synapses that are drawn together."""
+_FIELDS = "starts", "first", "gaps", "steps", "codes", "levels"
+
+
+class SparseSynapses(nn.Module):
+    """A sparse weight as a module: moved, saved and loaded with it, and shared between actors without a copy.
+
+    Args:
+        weight: What it holds; its tensors are the module's buffers.
+    """
+
+    def __init__(self, weight: SparseWeight) -> None:
+        super().__init__()
+        for name, tensor in zip(_FIELDS, weight.tensors(), strict=True):
+            self.register_buffer(name, tensor)
+        self._sizes = weight.sources, weight.targets
+        self._weight: SparseWeight | None = weight
+        self._seen = self._marks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle the buffers alone."""
+        return {**self.__dict__, "_weight": None}
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Return what changes with the buffers, and with what is in them."""
+        held = [self._buffers[name] for name in _FIELDS]
+        return [(id(item), 0 if item.is_inference() else item._version) for item in held if item is not None]  # noqa: SLF001  # torch documents it under this name
+
+    @property
+    def weight(self) -> SparseWeight:
+        """The weight, over the buffers as they are now.
+
+        Raises:
+            InputError: They were loaded or written, and are no synapses any more.
+        """
+        known = self._weight
+        if (marks := self._marks()) != self._seen or known is None:
+            known = SparseWeight(*self._sizes, *(self.get_buffer(name) for name in _FIELDS))
+            known.check()
+            self._weight, self._seen = known, marks
+        return known
+
+    def extra_repr(self) -> str:
+        """Return the facts that ``print(model)`` shows."""
+        weight = self.weight
+        return (
+            f"{weight.sources} → {weight.targets}, {weight.synapses} synapses of "
+            f"{weight.nbytes / weight.synapses:.2f} bytes"
+        )
 
 
 class SparseProjection(nn.Module):
@@ -52,14 +98,6 @@ class SparseProjection(nn.Module):
     delay = 1
     """The least steps that a spike takes: what a network needs to know of the order of populations."""
 
-    starts: torch.Tensor
-    index: torch.Tensor
-    codes: torch.Tensor
-    scale: torch.Tensor
-    offset: torch.Tensor
-    steps: torch.Tensor
-    ring: torch.Tensor
-
     def __init__(  # noqa: PLR0913  # one argument per fact of a synapse, and two sizes
         self,
         source: torch.Tensor,
@@ -72,6 +110,42 @@ class SparseProjection(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
+        self._place(sources, targets, name)
+        if not isinstance(weight, torch.Tensor):
+            weight = torch.full((len(source),), float(weight), dtype=torch.float32)
+        if isinstance(delay, int):
+            delay = torch.full((len(source),), delay, dtype=torch.int64)
+        weights = SparseWeight.of(
+            source, target, weight, delay, sources=self.source_size, targets=self.target_size, label=self._label
+        )
+        self._take(weights)
+
+    @classmethod
+    def of(
+        cls, weight: SparseWeight, *, sources: int | Population, targets: int | Population, name: str | None = None
+    ) -> SparseProjection:
+        """Return a projection of synapses that are there: read from a file, or made in pieces by a ``SparseBuilder``.
+
+        Args:
+            weight: The synapses; used as they are, without a copy.
+            sources: The source population, or how many sources there are.
+            targets: The target population, or how many targets there are.
+            name: Defaults to ``source->target``.
+
+        Raises:
+            ConfigError: As of the class.
+            InputError: The weight is of other sizes.
+        """
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        cls._place(made, sources, targets, name)
+        if (sizes := (made.source_size, made.target_size)) != (found := (weight.sources, weight.targets)):
+            raise cls._refusal(made, "weight", f"of {sizes[0]} sources and {sizes[1]} targets", found)
+        cls._take(made, weight)
+        return made
+
+    def _place(self, sources: int | Population, targets: int | Population, name: str | None) -> None:
+        """Take the two ends and the name."""
         self.source, self.source_size = _end(sources, "source")
         self.target, self.target_size = _end(targets, "target")
         self.name = f"{self.source}->{self.target}" if name is None else name
@@ -79,74 +153,43 @@ class SparseProjection(nn.Module):
         if isinstance(sources, Population) and not sources.is_binary:
             rule = "a population of spikes: of neurons that fire, or an input with spikes=True"
             raise q4.ConfigError(f"projection {self.name!r}", name="sources", rule=rule, value=sources.name)
-        if not isinstance(weight, torch.Tensor):
-            weight = torch.full((len(source),), float(weight), dtype=torch.float32)
-        if isinstance(delay, int):
-            delay = torch.full((len(source),), delay, dtype=torch.int64)
-        for what, values, low, high in (
-            ("source", source, 0, self.source_size - 1),
-            ("target", target, 0, self.target_size - 1),
-            ("delay", delay, 1, _MOST_DELAY),
-        ):
-            if values.dtype is not torch.int64 or values.shape != weight.shape[:1] or not len(values):
-                raise self._refusal(
-                    what, f"int64 {[*weight.shape[:1]]}, of 1 or more", f"{values.dtype} {[*values.shape]}"
-                )
-            least, most = map(int, torch.aminmax(values))
-            if least < low or most > high:
-                raise self._refusal(what, f"in {low} … {high}", least if least < low else most)
-        if weight.dtype is not torch.float32 or weight.dim() != 1 or not bool(weight.isfinite().all()):
-            raise self._refusal("weight", "a float32 vector of finite numbers", f"{weight.dtype} {[*weight.shape]}")
-        if weight.requires_grad:
-            rule = "without gradients, as these synapses don't train; give weight.detach()"
-            raise self._refusal("weight", rule, type(weight).__name__)
-        order = (source * self.target_size + target).argsort(stable=True)
-        starts = torch.zeros(self.source_size + 1, dtype=torch.int64)
-        torch.cumsum(torch.bincount(source, minlength=self.source_size), 0, out=starts[1:])
-        sorted_ = weight[order]
-        padded = torch.cat([sorted_, sorted_[-1:].expand(-len(order) % _BLOCK)])
-        packed = q4.quantize(padded[None], "q4_1")
-        codes = q4.unpack_codes(packed.qdata, packed.packing).view(-1, 2)
-        if packed.offset is None:
-            raise TypeError("a weight of Q4_1 has offsets")
-        self.register_buffer("starts", starts)
-        at = target[order]
-        self.register_buffer("index", at.to(torch.int16) if self.target_size <= _SHORT else at.to(torch.int32))
-        self.register_buffer("codes", codes[:, 0] | codes[:, 1] << 4)
-        self.register_buffer("scale", packed.scale.view(-1).clone())
-        self.register_buffer("offset", packed.offset.view(-1).clone())
-        self.register_buffer("steps", delay[order].to(torch.uint8))
-        self.register_buffer("ring", torch.zeros(int(delay.max()) + 1, self.target_size), persistent=False)
+        self._label = f"projection {self.name!r}"
+
+    def _take(self, weight: SparseWeight) -> None:
+        self.packed = SparseSynapses(weight)
+        self._ring: torch.Tensor | None = None
         self.now = 0
         self.events = 0
         """Synapses that delivered since ``reset``."""
 
+    @property
+    def weight(self) -> SparseWeight:
+        """The synapses."""
+        return self.packed.weight
+
+    @property
+    def ring(self) -> torch.Tensor:
+        """float32 [longest delay + 1, targets], the input of coming steps of ``deliver`` and ``advance``."""
+        if self._ring is None or self._ring.device != self.weight.device:
+            self._ring = self.coming(1)[:, 0]
+        return self._ring
+
     def _refusal(self, name: str, rule: str, value: object) -> q4.InputError:
-        return q4.InputError(f"projection {self.name!r}", name=name, rule=rule, value=value)
+        return q4.InputError(self._label, name=name, rule=rule, value=value)
 
     @property
     def synapses(self) -> int:
         """The number of synapses."""
-        return len(self.index)
+        return self.weight.synapses
 
     @property
     def bytes_per_synapse(self) -> float:
         """Bytes of all that is stored of the synapses, the ring of coming input apart, for each of them."""
-        stored = (self.starts, self.index, self.codes, self.scale, self.offset, self.steps)
-        return sum(item.nbytes for item in stored) / self.synapses
+        return self.weight.nbytes / self.synapses
 
     def synapses_of(self, spiking: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return target (int64), weight (float32) and delay (int64) of all synapses of some sources, in their order."""
-        first = self.starts[spiking]
-        counts = self.starts[spiking + 1] - first
-        ends = counts.cumsum(0)
-        index = torch.arange(int(ends[-1]) if len(ends) else 0, device=ends.device)
-        index += torch.repeat_interleave(first - ends + counts, counts)
-        code = self.codes[index >> 1] >> ((index & 1) * 4).to(torch.uint8) & 15
-        block = index // _BLOCK
-        weight = self.offset[block].float().addcmul_(self.scale[block].float(), code.float())
-        target = self.index[index].to(torch.int64)
-        return target & (_SHORT - 1) if self.index.dtype is torch.int16 else target, weight, self.steps[index].long()
+        return self.weight.synapses_of(spiking)
 
     def deliver(self, spiking: torch.Tensor) -> None:
         """Add the weights of the sources that spike now to the input of the steps at which they arrive.
@@ -168,10 +211,10 @@ class SparseProjection(nn.Module):
 
     def _send(self, ring: torch.Tensor, now: int, spiking: torch.Tensor, sample: torch.Tensor | None = None) -> None:
         """Add what spikes [S], of samples [S], give to a ring [steps, B · targets]; ``now`` is the step that is."""
-        target, weight, delay = self.synapses_of(spiking)
+        source, target, weight, delay = self.weight.with_places(spiking)
         place = (delay + now) % len(ring) * ring.shape[1] + target
         if sample is not None:
-            place += (sample * self.target_size).repeat_interleave(self.starts[spiking + 1] - self.starts[spiking])
+            place += sample[source] * self.target_size
         ring.view(-1).index_add_(0, place, weight)
         self.events += len(target)
 
@@ -182,10 +225,13 @@ class SparseProjection(nn.Module):
 
     def coming(self, batch: int) -> torch.Tensor:
         """Return a ring of no input [steps, batch, targets], for ``forward``."""
-        return self.ring.new_zeros(len(self.ring), batch, self.target_size)
+        weight = self.weight
+        return torch.zeros(weight.longest + 1, batch, self.target_size, device=weight.device)
 
     def forward(self, spikes: torch.Tensor, coming: torch.Tensor, step: int) -> torch.Tensor:
         """Return what arrives in a step [B, targets], and write the rest to a ring, in place.
+
+        Currents are summed in float32, and returned in the dtype of the spikes.
 
         Args:
             spikes: [B, sources], what the sources gave a step ago.
@@ -203,18 +249,17 @@ class SparseProjection(nn.Module):
             raise self._refusal("spikes", f"{rule}; torch.no_grad() runs them", value)
         sample, spiking = spikes.nonzero(as_tuple=True)
         self._send(coming.view(len(coming), -1), step - 1, spiking, sample)
-        return _take(coming, step % len(coming))
+        arrived = _take(coming, step % len(coming))
+        return arrived.to(spikes.dtype) if spikes.is_floating_point() else arrived
 
     def reset(self) -> None:
         """Clear what is on its way, and the counts."""
-        self.ring.zero_()
+        self._ring = None
         self.now = self.events = 0
 
     def extra_repr(self) -> str:
         """Return the facts that ``print(model)`` shows."""
-        return (
-            f"{self.source_size} → {self.target_size}, {self.synapses} synapses of {self.bytes_per_synapse:.2f} bytes"
-        )
+        return f"{self.source} → {self.target}"
 
     @classmethod
     def fixed_total_number(  # noqa: PLR0913  # one argument per fact of a distribution
@@ -250,16 +295,28 @@ class SparseProjection(nn.Module):
             raise q4.InputError(what, name="counts", rule="0 or more, some above", value=counts.tolist())
         if not bool((delay[counts > 0] >= 1).all()):
             raise q4.InputError(what, name="delay", rule="1 step or more", value=delay.tolist())
-        first = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        parts: list[tuple[torch.Tensor, ...]] = []
-        for i, j in counts.nonzero().tolist():
-            count = int(counts[i, j])
-            source, target = fixed_total_number(sizes[j], sizes[i], count, generator=generator)
-            strength = _normal(count, weight_spread, 0.0, generator) * weight[i, j]
-            steps = _normal(count, delay_spread, 0.5 / float(delay[i, j]), generator) * delay[i, j]
-            parts.append((source + first[j], target + first[i], strength, steps.round().clamp(1, _MOST_DELAY).long()))
-        source, target, strength, steps = (torch.cat(items) for items in zip(*parts, strict=True))
-        return cls(source, target, strength, steps, sources=first[-1], targets=first[-1])
+        first = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+        builder = SparseBuilder(first[-1], first[-1], int(counts.sum()), label=what)
+        for j, size in enumerate(sizes):
+            into = [i for i in range(len(sizes)) if counts[i, j]]
+            numbers = [_shared_out(int(counts[i, j]), size, generator) for i in into]
+            ends = torch.stack([*numbers, torch.zeros(size, dtype=torch.int64)]).sum(0).cumsum(0)
+            low = 0
+            while low < size and into:
+                reached = int(ends[low - 1]) if low else 0
+                high = max(low + 1, int(torch.searchsorted(ends, reached + _PIECE, right=True)))
+                parts: list[tuple[torch.Tensor, ...]] = []
+                for i, number in zip(into, numbers, strict=True):
+                    source = torch.repeat_interleave(torch.arange(low, high), number[low:high])
+                    target = torch.randint(first[i], first[i + 1], (len(source),), generator=generator)
+                    strength = _normal(len(source), weight_spread, 0.0, generator) * weight[i, j]
+                    steps = _normal(len(source), delay_spread, 0.5 / float(delay[i, j]), generator) * delay[i, j]
+                    steps = steps.round().clamp(1, _MOST_DELAY).long()
+                    parts.append((source + first[j], target, strength.float(), steps))
+                if any(len(part[0]) for part in parts):
+                    builder.add(*(torch.cat(items) for items in zip(*parts, strict=True)))
+                low = high
+        return cls.of(builder.finish(), sources=first[-1], targets=first[-1])
 
 
 def _end(population: int | Population, role: str) -> tuple[str, int]:
@@ -285,3 +342,12 @@ def _normal(count: int, spread: float, least: float, generator: torch.Generator)
     while bool((wrong := values < least).any()):
         values[wrong] = 1 + spread * torch.randn(int(wrong.sum()), generator=generator)
     return values
+
+
+def _shared_out(count: int, among: int, generator: torch.Generator) -> torch.Tensor:
+    """Return how many of a number of synapses each source has, [among], where each has a random source."""
+    found = torch.zeros(among, dtype=torch.int64)
+    for start in range(0, count, _PIECE):
+        drawn = torch.randint(among, (min(_PIECE, count - start),), generator=generator)
+        found += drawn.bincount(minlength=among)
+    return found
