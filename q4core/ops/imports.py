@@ -166,13 +166,14 @@ def _imported(
     found = _layouts(tensors)
     if found != header["tensors"] or not all(item.is_contiguous() for item in tensors):
         raise _not_reusable(name, f"its tensors are {found}, contiguous or not, and not {header['tensors']}")
+    request = attrs.evolve(request, device=tensors[0].device)  # their own, where the configuration names none
     selection = select_for(apply_config(request, config), config, registry)
     backend = registry.backends()[selection.backend]
     if backend.name != facts["backend"] or not _is_portable(backend):
         prepared_by = facts["backend"]
         raise _not_reusable(name, f"it was prepared by backend {prepared_by!r}, but {backend.name!r} is selected here")
     own = tuple(item.to(selection.request.device) for item in tensors)
-    key = ("import", text, str(found), selection.segments, selection.gradients)
+    key = ("import", text, str(found), str(own[0].device), selection.segments, selection.gradients)
     plan = known.get(key)
     if plan is None:
         prepared = _prepared(backend, facts, own)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import attrs
 import pytest
 import torch
@@ -10,7 +12,7 @@ from triton_programs import RECIPES
 from q4_conformance import WeightRecipe
 from q4_triton_kernels import WeightMeta, export_weight, prepare_weight
 from q4_triton_kernels.tables import code_base, codes_kind, entries_of, pair_factor, values_of
-from q4core import PackedWeight, Packing, PrepareContext, Prepared, WeightSpec, unpack_codes
+from q4core import ConfigError, PackedWeight, Packing, PrepareContext, Prepared, WeightSpec, unpack_codes
 
 
 def _prepare(weight: PackedWeight) -> Prepared:
@@ -107,3 +109,14 @@ def test_kinds_of_codes() -> None:
     assert (codes_kind(specs["nf4"]), codes_kind(specs["fp4"]), codes_kind(specs["iq4_nl"])) == (0, 3, 3)
     bases = {name: code_base(spec) for name, spec in specs.items() if codes_kind(spec) == 2}
     assert bases == {"q4_0": 8, "q4_1": 0, "int4": 8, "int4_zero": 0, "int4_float_zero": 0}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layout_comes_back_from_json(name: str) -> None:
+    """What JSON holds of a layout gives an equal one; of another version, or of other facts, it is refused."""
+    _, meta = prepare_weight(RECIPES[name].build(), PrepareContext("cpu"))
+    facts = json.loads(json.dumps(meta.to_dict()))
+    assert WeightMeta.from_dict(facts) == meta
+    for wrong in ({**facts, "layout": 2}, {**facts, "row_bytes": 64 * meta.row_bytes}, {"spec": facts["spec"]}):
+        with pytest.raises(ConfigError, match="facts"):
+            WeightMeta.from_dict(wrong)

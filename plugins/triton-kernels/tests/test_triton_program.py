@@ -82,9 +82,10 @@ def test_code_that_fails_is_a_reason(
     assert all(word in reason.message for word in (*words, "gemv"))
 
 
-def test_a_launch_needs_loaded_code() -> None:
-    """A program that was not loaded refuses to launch: nothing is compiled in a forward."""
-    with pytest.raises(BackendError, match="loaded before the first launch"):
+def test_a_capture_needs_loaded_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that was not loaded refuses to launch within a capture: nothing is compiled there."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(BackendError, match="loaded before a capture"):
         factory_for("nf4", torch.bfloat16, 90).finish((1, 1, 1))
 
 

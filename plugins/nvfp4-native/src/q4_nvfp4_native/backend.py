@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -117,6 +117,15 @@ class Nvfp4Native(WeightOnlyBackend):
         if isinstance(prepared.meta, OperandMeta):
             return export_operand(prepared, rows)
         return super().export(prepared, rows)
+
+    def describe(self, meta: Any) -> dict[str, Any]:
+        """Return the layout as what JSON holds."""
+        facts: dict[str, Any] = meta.to_dict()
+        return facts
+
+    def meta_from(self, facts: dict[str, Any]) -> Any:
+        """Return the layout that ``describe`` gave; a ``ConfigError`` or ``WeightError`` says what is invalid."""
+        return OperandMeta.from_dict(facts) if "operand" in facts else super().meta_from(facts)
 
     def linear(
         self,

@@ -18,6 +18,7 @@ import attrs
 import torch
 
 from q4core import (
+    ConfigError,
     NibbleOrder,
     PackedWeight,
     Packing,
@@ -38,6 +39,9 @@ __all__ = ["BYTE_KINDS", "STEP", "OperandMeta", "export_operand", "prepare_opera
 STEP = 128
 """In-features that a kernel takes at a time."""
 BYTE_KINDS = frozenset({ScaleKind.E8M0, ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})
+_LAYOUT = 1
+"""Changes with what tensors of equal facts mean."""
+_DTYPES = ("scale_dtype", "global_dtype")
 _OWN = frozenset({"qdata", "scale", "global_scale"})
 _LARGEST_BYTE = 0x7E
 """Above it stand e4m3's NaN and every byte with a sign."""
@@ -62,6 +66,32 @@ class OperandMeta:
         init=False, default=attrs.Factory(lambda self: -(-self.spec.in_features // STEP) * STEP, takes_self=True)
     )
     """P: in-features, padded."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout as what JSON holds."""
+        names = {name: None if (kind := getattr(self, name)) is None else str(kind)[6:] for name in _DTYPES}
+        return {"operand": _LAYOUT, "spec": self.spec.to_json(), "has_static_scale": self.has_static_scale} | names
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> OperandMeta:
+        """Return the layout that ``to_dict`` gave.
+
+        Raises:
+            ConfigError: The facts are of another version, or no such layout.
+            WeightError: They hold no spec of a weight.
+        """
+        try:
+            given: dict[str, Any] = {name: facts[name] for name in _DTYPES}
+            dtypes: dict[str, Any] = {
+                name: None if text is None else getattr(torch, text) for name, text in given.items()
+            }
+            is_static = bool(facts["has_static_scale"])
+            found = cls(spec=WeightSpec.from_json(facts["spec"]), has_static_scale=is_static, **dtypes)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError("prepared operand", name="facts", rule="those of a layout", value=facts) from error
+        if found.to_dict() != facts:
+            raise ConfigError("prepared operand", name="facts", rule=f"of layout {_LAYOUT}", value=facts)
+        return found
 
     @property
     def global_divides(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -10,7 +10,7 @@ import torch
 from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.factory import family_for
 from q4_triton_kernels.gradient import gradient_for, has_row_globals
-from q4_triton_kernels.layout import block_problem, export_weight, half_of, prepare_weight
+from q4_triton_kernels.layout import WeightMeta, block_problem, export_weight, half_of, prepare_weight
 from q4_triton_kernels.plan import plan_for
 from q4_triton_kernels.schedule import gradient_schedule_for, schedule_for
 from q4_triton_kernels.target import Facts, Target, machine_facts
@@ -196,6 +196,15 @@ class WeightOnlyBackend:
     def export(self, prepared: Prepared, rows: torch.Tensor | None = None) -> PackedWeight:
         """Return the weight, whole or the given rows, bit for bit."""
         return export_weight(prepared, rows)
+
+    def describe(self, meta: Any) -> dict[str, Any]:
+        """Return the layout as what JSON holds."""
+        facts: dict[str, Any] = meta.to_dict()
+        return facts
+
+    def meta_from(self, facts: dict[str, Any]) -> Any:
+        """Return the layout that ``describe`` gave; a ``ConfigError`` or ``WeightError`` says what is invalid."""
+        return WeightMeta.from_dict(facts)
 
     def linear(
         self,

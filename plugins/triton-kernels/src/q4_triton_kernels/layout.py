@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4core import NibbleOrder, PackedWeight, Packing, ScaleKind, WeightSpec, pack_codes, unpack_codes
+from q4core import ConfigError, NibbleOrder, PackedWeight, Packing, ScaleKind, WeightSpec, pack_codes, unpack_codes
 
 if TYPE_CHECKING:
     from q4core import PrepareContext, Prepared
@@ -38,6 +38,9 @@ __all__ = [
 
 STEP = 128
 """In-features that a kernel takes at a time; rows are padded to a multiple of it."""
+_LAYOUT = 1
+"""Changes with what tensors of equal facts mean."""
+_DTYPES = ("scale_dtype", "second_dtype", "global_dtype")
 _HALVES = (64, 32, 16)
 _BYTE_KINDS = frozenset({ScaleKind.E8M0, ScaleKind.E4M3, ScaleKind.E4M3_MUL, ScaleKind.E4M3_DIV})
 _OWN = frozenset({"qdata", "scale", "offset", "zero", "global_scale"})
@@ -76,6 +79,33 @@ class WeightMeta:
             row_bytes=padded_row_bytes(weight.in_features),
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layout as what JSON holds."""
+        dtypes = {name: _name_of(getattr(self, name)) for name in _DTYPES}
+        return {"layout": _LAYOUT, "spec": self.spec.to_json(), "half": self.half, "row_bytes": self.row_bytes} | dtypes
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> WeightMeta:
+        """Return the layout that ``to_dict`` gave.
+
+        Raises:
+            ConfigError: The facts are of another version, or no such layout.
+            WeightError: They hold no spec of a weight.
+        """
+        try:
+            spec = WeightSpec.from_json(facts["spec"])
+            dtypes: dict[str, Any] = {
+                name: None if facts[name] is None else getattr(torch, facts[name]) for name in _DTYPES
+            }
+            half, row_bytes = half_of(spec.block_size, spec.in_features), padded_row_bytes(spec.in_features)
+            found = cls(spec=spec, half=half, row_bytes=row_bytes, **dtypes)
+            is_equal = found.to_dict() == facts
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError("prepared layout", name="facts", rule="those of a layout", value=facts) from error
+        if not is_equal:
+            raise ConfigError("prepared layout", name="facts", rule=f"of layout {_LAYOUT}", value=facts)
+        return found
+
     @property
     def second_field(self) -> str | None:
         """``"offset"``, ``"zero"`` or None: the second number of a block."""
@@ -85,6 +115,10 @@ class WeightMeta:
     def blocks(self) -> int:
         """Scales per row."""
         return -(-self.spec.in_features // self.spec.block_size)
+
+
+def _name_of(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def padded_row_bytes(in_features: int) -> int:

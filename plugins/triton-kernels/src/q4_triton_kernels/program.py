@@ -50,6 +50,7 @@ class Program:
         warps: Warps per block.
         stages: Depth of the software pipeline.
         device: Index of the device that the code is loaded onto. Defaults to the current one where it is loaded.
+        fuses: Whether a product and a sum may be rounded as one.
     """
 
     kernel: Any
@@ -60,6 +61,7 @@ class Program:
     warps: int
     stages: int
     device: int | None = attrs.field(default=None, kw_only=True)
+    fuses: bool = attrs.field(default=True, kw_only=True)
     _launch: Callable[..., Any] | None = None
 
     @property
@@ -77,6 +79,7 @@ class Program:
             aligned=self.aligned,
             num_warps=self.warps,
             num_stages=self.stages,
+            enable_fp_fusion=self.fuses,
         )
 
     def load(self) -> None:
@@ -131,11 +134,19 @@ class Program:
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Launch on the current stream. Tensors stand for their addresses.
 
+        Code is loaded when a weight is prepared. One that was prepared elsewhere brings none: its first launch loads.
+
         Raises:
-            BackendError: ``load`` was not called before.
+            BackendError: ``load`` was not called before a capture.
+            PrepareError: As of ``load``.
         """
         if self._launch is None:
-            raise BackendError(f"kernel {self.name}", name="code", rule="loaded before the first launch", value="none")
+            if not self.target.is_interpreted and torch.cuda.is_current_stream_capturing():
+                rule = "loaded before a capture"
+                raise BackendError(f"kernel {self.name}", name="code", rule=rule, value="none", hint="Run it once.")
+            self.load()
+        if self._launch is None:
+            raise TypeError("load() sets what launches")
         if not self.target.is_interpreted:
             arguments = tuple([item if type(item) is int else item.data_ptr() for item in arguments])
         self._launch(grid, *arguments)

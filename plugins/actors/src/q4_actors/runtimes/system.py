@@ -185,7 +185,8 @@ class ActorSystem:
             of which each node has one copy. It is closed with the system.
 
         Raises:
-            InputError: It is no layer and no weight, or not on the CPU; or there is too little shared memory.
+            InputError: It is no layer and no weight; or on a GPU, whose memory threads alone share; or there is too
+                little shared memory.
             LifecycleError: Its backend can't export what it prepared.
         """
         with self._lock:

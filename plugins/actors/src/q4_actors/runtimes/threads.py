@@ -170,7 +170,7 @@ class Threads:
     @staticmethod
     def share(what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool) -> SharedWeight:
         """Return a weight over the very tensors of the layer."""
-        return share_by(Held, what, canonical=canonical)
+        return share_by(Held, what, canonical=canonical, devices=frozenset({"cpu", "cuda"}))
 
     def close(self) -> None:
         """Release what the runtime holds: nothing."""

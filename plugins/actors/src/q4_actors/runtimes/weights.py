@@ -80,7 +80,7 @@ class SharedWeight:
 
 
 class Held:
-    """Tensors of this process, for its threads."""
+    """Tensors of this process, for its threads: on the CPU or on a GPU."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
@@ -165,12 +165,16 @@ def from_flat(flat: torch.Tensor, forms: Iterable[tuple[int, torch.dtype, tuple[
 
 
 def share_by(
-    make: Callable[[list[torch.Tensor]], Any], what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool
+    make: Callable[[list[torch.Tensor]], Any],
+    what: q4.Q4Linear | q4.PackedWeight,
+    *,
+    canonical: bool,
+    devices: frozenset[str] = frozenset({"cpu"}),
 ) -> SharedWeight:
-    """Return a weight whose tensors ``make`` puts somewhere; see ``share``."""
+    """Return a weight whose tensors, on one of some types of devices, ``make`` puts somewhere; see ``share``."""
     if isinstance(what, q4.PackedWeight):
         with q4.Session() as session:
-            return share_by(make, session.linear(what), canonical=canonical)
+            return share_by(make, session.linear(what), canonical=canonical, devices=devices)
     given: object = what
     if not isinstance(given, q4.Q4Linear):
         value = type(given).__name__
@@ -180,8 +184,8 @@ def share_by(
     weight = what.packed_weight() if canonical else None
     source = [] if weight is None else [tensor for _, tensor in weight.tensors()]
     tensors = [*prepared, *bias, *source]
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        hint = "A GPU's memory belongs to one process: hand the layer itself to its threads."
+    if any(tensor.device.type not in devices for tensor in tensors):
+        hint = "A GPU's memory belongs to one process: use actors on threads."
         raise q4.InputError(f"share {what.name!r}", name="device", rule="the CPU", value=str(what.device), hint=hint)
     spec = None if weight is None else q4.WeightSpec.of(weight).to_json()
     return SharedWeight(header, spec, bool(bias), make(tensors), sum(tensor.nbytes for tensor in tensors))
