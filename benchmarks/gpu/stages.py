@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from benchmarks.gpu import cases, gradient, ours, overhead, probe_time, products, quantiser, tree_tests, warming
+from benchmarks.gpu import (
+    cases,
+    gradient,
+    ours,
+    overhead,
+    probe_time,
+    products,
+    quantiser,
+    spiking,
+    tree_tests,
+    warming,
+)
 from benchmarks.gpu import limits as yardsticks
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.timing import Budget
@@ -104,6 +115,10 @@ STAGES = {
     "quantiser": Stage("the native quantiser", _quantiser, has_ratios=True),
     "gemm": Stage("M = 16 … 8192 compared with cuBLAS, each path alone as well", _gemm, has_ratios=True),
     "gradient": Stage("input gradients for M = 1 … 8192 compared with cuBLAS", _gradient),
+    "spiking": Stage(
+        "a step of spiking circuits and of a layer, spikes compared with the CPU's",
+        lambda work: spiking.measure(work.place, work.deadline),
+    ),
     "cases": Stage(
         "every contract case",
         lambda work: cases.run(work.place, work.deadline, jobs=work.jobs, only=work.only),
