@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +17,6 @@ from q4_actors import Actor
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pytest
 
     from q4_actors import ActorRef, MutableTensor
@@ -148,6 +148,36 @@ class Stepper(Actor):
                 if is_first:
                     os.kill(os.getpid(), signal.SIGKILL)  # in the middle of its update
         return step
+
+
+class Numbers:
+    """What lies in tensors alone."""
+
+    def __init__(self, factor: int, index: torch.Tensor, values: torch.Tensor) -> None:
+        self.factor, self.index, self.values = factor, index, values
+
+    def shared_form(self) -> tuple[Any, list[torch.Tensor]]:
+        """Return what makes it, and its tensors."""
+        return functools.partial(Numbers, self.factor), [self.index, self.values]
+
+    def total(self) -> torch.Tensor:
+        """Return a sum of what it holds."""
+        return self.factor * self.values[self.index].sum()
+
+
+class Adding(Actor):
+    """Computes with shared numbers."""
+
+    def __init__(self, shared: Any) -> None:
+        self.numbers = shared.layer()
+
+    def on_receive(self, message: Any) -> Any:
+        """Return a product, or whether the numbers lie in shared memory."""
+        if message == "is shared":
+            lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+            spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines if "q4core-" in line]
+            return any(low <= self.numbers.values.data_ptr() < high for low, high in spans)
+        return float(self.numbers.total() * message)
 
 
 class Layered(Actor):

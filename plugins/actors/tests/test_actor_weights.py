@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from acting import Layered, actor_events
+from acting import Adding, Layered, Numbers, actor_events
 
 import q4core as q4
 from q4_actors import ActorSystem, share
@@ -109,9 +109,27 @@ def test_weight_without_a_layer() -> None:
     weight.close()
 
 
+@pytest.mark.parametrize("runtime", ["threads", "processes"])
+def test_tensors_are_shared_by_their_form(runtime: str) -> None:
+    """What lies in tensors alone is made over the shared ones in each actor, equal bits, and gone with the system."""
+    torch.manual_seed(0)
+    numbers = Numbers(3, torch.arange(5), torch.randn(1000, 7))
+    with ActorSystem(runtime) as system:
+        shared = system.share(numbers)
+        refs = [system.spawn(Adding, shared, name=f"a{index}") for index in range(2)]
+        assert [ref.ask(4.0, timeout=scaled(60.0)) for ref in refs] == [float(numbers.total() * 4)] * 2
+        assert (shared.name, shared.nbytes) == ("Numbers", 5 * 8 + 7000 * 4)
+        if runtime == "threads":
+            assert shared.layer().values is numbers.values
+        else:
+            assert all(ref.ask("is shared", timeout=scaled(20.0)) for ref in refs)
+    with pytest.raises(q4.LifecycleError, match=r"closed|vanished"):
+        shared.layer()
+
+
 def test_what_cannot_be_shared(layer: q4.Q4Linear) -> None:
     """What is no layer is refused, and a weight of threads does not go to a process."""
-    with pytest.raises(q4.InputError, match="what must be a Q4Linear or a PackedWeight, got 'Tensor'"):
+    with pytest.raises(q4.InputError, match=r"a PackedWeight, or of tensors alone .*, got 'Tensor'"):
         share(torch.zeros(3))  # type: ignore[arg-type]  # on purpose
     with ActorSystem("threads") as threads, ActorSystem("processes") as processes:
         weight = threads.share(layer)

@@ -173,8 +173,8 @@ def test_sparse_synapses(runtime: Literal["threads", "processes"]) -> None:
     with ActorSystem(runtime) as system:
         other = copy.deepcopy(network)
         crew = ActorNetwork(other, system, batch=2, actors=2)
-        for value in other.buffers():
-            value.zero_()  # what the network becomes later is nothing to its actors
+        for value in other.parameters():
+            value.data.zero_()  # what the network becomes later is nothing to its actors
         found = [crew(part, ("a", "a.mem", "out")) for part in (x[:4], x[4:])]
     with torch.no_grad():
         expected, _ = network(x, record=("a", "a.mem", "out"))
@@ -438,3 +438,25 @@ def test_spikes_alone(network: Network) -> None:
         torch.testing.assert_close(found[0], item.dense_weight()[:, 3], rtol=1e-6, atol=1e-7)
         assert item.for_run() is not item
     assert item.for_run() is item
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are for Linux")
+def test_actors_share_sparse_synapses() -> None:
+    """Processes have the synapses in memory that they share: none grows by a part of them, and the bits are equal."""
+    random = torch.Generator().manual_seed(0)
+    cells = Population("cells", 2_000, LIF.from_beta(0.9, 40.0))
+    pixels = Population("pixels", 2_000, spikes=True)
+    count = 8_000_000
+    source, target = (torch.randint(2_000, (count,), generator=random) for _ in range(2))
+    sparse = SparseProjection(source, target, torch.rand(count), 1 + source % 3, sources=pixels, targets=cells)
+    del source, target
+    network, x = Network([pixels, cells], [sparse]), (torch.rand(5, 1, 2_000, generator=random) < 0.02).float()
+    with ActorSystem("processes") as system:
+        crew = ActorNetwork(network, system, batch=1)
+        found = crew(x, ("cells", "cells.mem"))
+        (memory,) = system.memory_report().values()
+    assert memory.shared_bytes > sparse.weight.nbytes / 4  # whatever its sources were, it read some of each page
+    assert memory.private_bytes < 400 << 20
+    with torch.no_grad():
+        wanted = network(x, record=("cells", "cells.mem"))[0]
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())

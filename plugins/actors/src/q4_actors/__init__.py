@@ -4,7 +4,7 @@ from q4_actors.runtimes.actor import Actor, ActorRef
 from q4_actors.runtimes.errors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, MessageError
 from q4_actors.runtimes.memory_report import ActorMemory
 from q4_actors.runtimes.system import ActorSystem
-from q4_actors.runtimes.weights import SharedWeight, share
+from q4_actors.runtimes.weights import HasForm, SharedWeight, share
 from q4_actors.tensors.arguments import MutableMode
 from q4_actors.tensors.blocks import ReadView, WriteBlock
 from q4_actors.tensors.placing import mutable
@@ -20,6 +20,7 @@ __all__ = [
     "ActorRef",
     "ActorSystem",
     "AskTimeoutError",
+    "HasForm",
     "MailboxFullError",
     "MessageError",
     "MutableMode",

@@ -21,7 +21,7 @@ import q4core as q4
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["BLOCK", "MOST_DELAY", "SparseBuilder", "SparseWeight"]
 
@@ -101,6 +101,10 @@ class SparseWeight:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return starts, first, gaps, steps, codes and levels."""
         return self.starts, self.first, self.gaps, self.steps, self.codes, self.levels
+
+    def shared_form(self) -> tuple[Callable[..., SparseWeight], tuple[torch.Tensor, ...]]:
+        """Return what makes it over other memory with the same numbers, and its tensors, for ``ActorSystem.share``."""
+        return functools.partial(SparseWeight, self.sources, self.targets), self.tensors()
 
     @property
     def device(self) -> torch.device:

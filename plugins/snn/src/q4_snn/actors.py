@@ -16,6 +16,7 @@ from torch import nn
 from q4_actors import Actor, MailboxFullError
 from q4_snn.network import advance
 from q4_snn.projection import coming_of, numbers_of, product_of
+from q4_snn.sparse import SparseSynapses
 from q4core import ConfigError, InputError, Q4Linear, Session, SessionConfig
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ class ActorNetwork:
         packed = {
             name: layer
             for name, layer in module.named_modules(remove_duplicate=False)
-            if name and isinstance(layer, Q4Linear)
+            if name and isinstance(layer, (Q4Linear, SparseSynapses))
         }
         coming = coming_of(item, len(row))
         if coming is not None and (coming.dtype, coming.device) != (row.dtype, row.device):
@@ -250,8 +251,10 @@ class ActorNetwork:
         layers = {name: shared[id(layer)] for name, layer in packed.items()}
         return _Shared(copied, layers, None if coming is None else tuple(coming.shape))
 
-    def _share_layer(self, layer: Q4Linear) -> tuple[SharedWeight, SessionConfig]:
+    def _share_layer(self, layer: Q4Linear | SparseSynapses) -> tuple[SharedWeight, SessionConfig]:
         """Return a packed layer's weight for all actors, and the session that asks for what the layer was asked for."""
+        if isinstance(layer, SparseSynapses):
+            return self._system.share(layer), SessionConfig()
         record = layer.diagnostics()
         config = SessionConfig(
             device=str(record.device),

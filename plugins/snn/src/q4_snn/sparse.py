@@ -5,6 +5,7 @@ A spike reads the synapses of its source alone, ``q4_programs.SparseWeight``: 2.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from q4_programs import SparseBuilder, SparseWeight
 from q4_snn.population import Population, check_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["SparseProjection", "SparseSynapses"]
 
@@ -49,6 +50,10 @@ class SparseSynapses(nn.Module):
         held = [self._buffers[name] for name in _FIELDS]
         return [(id(item), 0 if item.is_inference() else item._version) for item in held if item is not None]  # noqa: SLF001  # torch documents it under this name
 
+    def shared_form(self) -> tuple[Callable[..., SparseSynapses], tuple[torch.Tensor, ...]]:
+        """Return what makes it over other memory with the same numbers, and its tensors, for ``ActorSystem.share``."""
+        return functools.partial(_over, *self._sizes), self.weight.tensors()
+
     @property
     def weight(self) -> SparseWeight:
         """The weight, over the buffers as they are now.
@@ -70,6 +75,11 @@ class SparseSynapses(nn.Module):
             f"{weight.sources} → {weight.targets}, {weight.synapses} synapses of "
             f"{weight.nbytes / weight.synapses:.2f} bytes"
         )
+
+
+def _over(sources: int, targets: int, *tensors: torch.Tensor) -> SparseSynapses:
+    """Return synapses over tensors that were checked."""
+    return SparseSynapses(SparseWeight(sources, targets, *tensors))
 
 
 class SparseProjection(nn.Module):

@@ -19,7 +19,7 @@ from q4_actors.runtimes.errors import ActorError, MessageError
 from q4_actors.runtimes.mailbox import FRAME, Frame, Kind, Page, Post, State
 from q4_actors.runtimes.process_ref import HERE, ProcessRef, Worker, remove_box
 from q4_actors.runtimes.process_worker import Sealed, work
-from q4_actors.runtimes.weights import InSegment, SharedWeight, share_by
+from q4_actors.runtimes.weights import HasForm, InSegment, SharedWeight, share_by
 from q4_actors.tensors.placing import decide_for_processes, record
 from q4_actors.tensors.shared import SharedMutableTensor
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
@@ -82,7 +82,7 @@ class Processes:
         self._note_segment(made.segment)
         return made
 
-    def share(self, what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool) -> SharedWeight:
+    def share(self, what: q4.Q4Linear | q4.PackedWeight | HasForm, *, canonical: bool) -> SharedWeight:
         """Return a weight in shared memory."""
 
         def make(tensors: list[torch.Tensor]) -> InSegment:

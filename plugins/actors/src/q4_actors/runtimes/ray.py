@@ -28,7 +28,7 @@ from q4_actors.runtimes.errors import ActorDeadError, ActorError, MessageError
 from q4_actors.runtimes.memory_report import ActorMemory, memory_of
 from q4_actors.runtimes.ray_hub import BORN, Hub, key_of, words_of
 from q4_actors.runtimes.ray_tensor import RayTensor
-from q4_actors.runtimes.weights import SharedWeight, forms_of, from_flat, share_by, to_flat
+from q4_actors.runtimes.weights import HasForm, SharedWeight, forms_of, from_flat, share_by, to_flat
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ class RayRuntime:
         return RayTensor.create(self._hub, tensor, name, version, **options)
 
     @staticmethod
-    def share(what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool) -> SharedWeight:
+    def share(what: q4.Q4Linear | q4.PackedWeight | HasForm, *, canonical: bool) -> SharedWeight:
         """Return a weight in the object store."""
         return share_by(InStore, what, canonical=canonical)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from q4_actors.runtimes.actor import Report
     from q4_actors.runtimes.memory_report import ActorMemory
-    from q4_actors.runtimes.weights import SharedWeight
+    from q4_actors.runtimes.weights import HasForm, SharedWeight
     from q4_actors.tensors.tensor import MutableTensor
 
 __all__ = ["ActorSystem"]
@@ -173,11 +173,12 @@ class ActorSystem:
                 self._sources[name] = source
             return made
 
-    def share(self, what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool = True) -> SharedWeight:
+    def share(self, what: q4.Q4Linear | q4.PackedWeight | HasForm, *, canonical: bool = True) -> SharedWeight:
         """Return a prepared weight that actors use without a copy: ``weight.layer()`` in each.
 
         Args:
-            what: A prepared layer, with its bias; or a weight, which is prepared first, in a session of its own.
+            what: A prepared layer, with its bias; a weight, which is prepared first, in a session of its own; or what
+                lies in tensors alone, such as sparse synapses: its ``shared_form`` gives them.
             canonical: Whether the canonical form is shared as well, for processes in which another backend serves.
 
         Returns:

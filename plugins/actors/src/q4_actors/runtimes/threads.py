@@ -11,7 +11,7 @@ import q4core as q4
 from q4_actors.runtimes.actor import ActorRef, Life, RestartLimit, Spec, dead_error, full_error, late_error
 from q4_actors.runtimes.errors import ActorDeadError, ActorError
 from q4_actors.runtimes.memory_report import memory_of
-from q4_actors.runtimes.weights import Held, SharedWeight, share_by
+from q4_actors.runtimes.weights import HasForm, Held, SharedWeight, share_by
 from q4_actors.tensors.placing import mutable
 from q4core.plugin_api import PLUGIN_FAULTS
 
@@ -168,7 +168,7 @@ class Threads:
         return mutable(tensor, name=name, version=version, **options)
 
     @staticmethod
-    def share(what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool) -> SharedWeight:
+    def share(what: q4.Q4Linear | q4.PackedWeight | HasForm, *, canonical: bool) -> SharedWeight:
         """Return a weight over the very tensors of the layer."""
         return share_by(Held, what, canonical=canonical, devices=frozenset({"cpu", "cuda"}))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -18,7 +18,8 @@ from q4core.plugin_api import emit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Held", "InSegment", "SharedWeight", "forms_of", "from_flat", "share", "share_by", "to_flat"]
+__all__ = ["HasForm", "Held", "InSegment", "SharedForm", "SharedWeight"]
+__all__ += ["forms_of", "from_flat", "share", "share_by", "to_flat"]
 
 _ALIGNMENT = 64  # what adopting a prepared layer asks for
 
@@ -77,6 +78,18 @@ class SharedWeight:
     def close(self) -> None:
         """Release the memory; layers that were made keep it. Closing twice is allowed."""
         self._where.close()
+
+
+class SharedForm(SharedWeight):
+    """What lies in tensors alone, such as sparse synapses: no session prepares it."""
+
+    def __init__(self, name: str, make: Callable[..., Any], where: Any, nbytes: int) -> None:  # made here alone
+        self.name, self.nbytes, self._make, self._where = name, nbytes, make, where
+
+    def layer(self, session: q4.Session | None = None, *, name: str | None = None) -> Any:
+        """Return what was shared, over the shared memory, in this process; see ``SharedWeight.layer``."""
+        del session, name
+        return self._make(*self._where.tensors())
 
 
 class Held:
@@ -164,9 +177,17 @@ def from_flat(flat: torch.Tensor, forms: Iterable[tuple[int, torch.dtype, tuple[
     ]
 
 
+class HasForm(Protocol):
+    """The protocol of what lies in tensors alone, and computes over any that hold the same numbers."""
+
+    def shared_form(self) -> tuple[Callable[..., Any], Sequence[torch.Tensor]]:
+        """Return what makes it over its tensors, which can be pickled, and the tensors."""
+        ...
+
+
 def share_by(
     make: Callable[[list[torch.Tensor]], Any],
-    what: q4.Q4Linear | q4.PackedWeight,
+    what: q4.Q4Linear | q4.PackedWeight | HasForm,
     *,
     canonical: bool,
     devices: frozenset[str] = frozenset({"cpu"}),
@@ -175,27 +196,37 @@ def share_by(
     if isinstance(what, q4.PackedWeight):
         with q4.Session() as session:
             return share_by(make, session.linear(what), canonical=canonical, devices=devices)
-    given: object = what
-    if not isinstance(given, q4.Q4Linear):
-        value = type(given).__name__
-        raise q4.InputError("share", name="what", rule="a Q4Linear or a PackedWeight", value=value)
+    if not isinstance(what, q4.Q4Linear):
+        name, form = type(what).__name__, getattr(what, "shared_form", None)
+        if form is None:
+            rule = "a Q4Linear, a PackedWeight, or of tensors alone (HasForm)"
+            raise q4.InputError("share", name="what", rule=rule, value=name)
+        make_again, own = form()
+        _check_device(f"share {name}", own, devices)
+        return SharedForm(name, make_again, make([*own]), sum(tensor.nbytes for tensor in own))
     header, prepared = q4.export_prepared(what)
     bias = [] if what.bias is None else [what.bias.detach()]
     weight = what.packed_weight() if canonical else None
     source = [] if weight is None else [tensor for _, tensor in weight.tensors()]
     tensors = [*prepared, *bias, *source]
-    if any(tensor.device.type not in devices for tensor in tensors):
-        hint = "A GPU's memory belongs to one process: use actors on threads."
-        raise q4.InputError(f"share {what.name!r}", name="device", rule="the CPU", value=str(what.device), hint=hint)
+    _check_device(f"share {what.name!r}", tensors, devices)
     spec = None if weight is None else q4.WeightSpec.of(weight).to_json()
     return SharedWeight(header, spec, bool(bias), make(tensors), sum(tensor.nbytes for tensor in tensors))
 
 
-def share(what: q4.Q4Linear | q4.PackedWeight, *, canonical: bool = True) -> SharedWeight:
+def _check_device(what: str, tensors: Iterable[torch.Tensor], devices: frozenset[str]) -> None:
+    for tensor in tensors:
+        if tensor.device.type not in devices:
+            hint = "A GPU's memory belongs to one process: use actors on threads."
+            raise q4.InputError(what, name="device", rule="the CPU", value=str(tensor.device), hint=hint)
+
+
+def share(what: q4.Q4Linear | q4.PackedWeight | HasForm, *, canonical: bool = True) -> SharedWeight:
     """Return a weight in shared memory, for processes of this machine (Linux). ``ActorSystem.share`` knows the runtime.
 
     Args:
-        what: A prepared layer, with its bias; or a weight, which is prepared first, in a session of its own.
+        what: A prepared layer, with its bias; a weight, which is prepared first, in a session of its own; or what lies
+            in tensors alone, by its ``shared_form``.
         canonical: Whether the canonical form is shared as well, for processes in which another backend serves.
 
     Raises:
