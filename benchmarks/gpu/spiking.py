@@ -47,7 +47,7 @@ class _Circuit:
         count = torch.zeros(1, dtype=torch.int32, device=device)
         ring = torch.zeros(len(synapses.ring), 1, neurons, device=device)
         drive = torch.from_numpy(arrays["drive"]).to(device)
-        table = SynapseTable.of(synapses, device)
+        table = SynapseTable.of(synapses.weight, device)
         launches = [
             spiking.list_fired(self.spikes, self.clock, fired, count, delay=1, tick=True),
             spiking.send(table, self.clock, fired, count, ring, delay=1),

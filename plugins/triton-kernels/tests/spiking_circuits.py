@@ -64,7 +64,7 @@ def by_kernels(
         place = torch.device("cuda", torch.cuda.current_device())
     target: Any = machine_facts().target(place)
     spiking = Spiking(target, place)
-    table = SynapseTable.of(synapses, place)
+    table = SynapseTable.of(synapses.weight, place)
 
     def number(value: Any) -> torch.Tensor:
         return torch.as_tensor(value, dtype=torch.float32, device=place).reshape(-1).clone()

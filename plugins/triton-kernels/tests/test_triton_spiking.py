@@ -68,8 +68,8 @@ def test_kernels_compile_and_round_each_by_itself(arch: int) -> None:
         spiking.advance_program(**dict.fromkeys(flags, False), reset="value"),
         spiking.list_program(94, tick=True),
         spiking.list_program(5_000, tick=False),
-        spiking.send_program(index=torch.int16, scale=torch.float16, has_ranks=False),
-        spiking.send_program(index=torch.int32, scale=torch.float32, has_ranks=True),
+        spiking.send_program(index=torch.int16, has_ranks=False),
+        spiking.send_program(index=torch.int32, has_ranks=True),
     ]
     for program in programs:
         ptx = program.compile().ptx

@@ -21,7 +21,7 @@ __all__ = ["Neurons", "Spiking", "SynapseTable", "word_count"]
 _WORD = 64
 _LANES, _WORDS, _MOST_LISTED = 32, 4, 2048
 _RESETS = {"none": 0, "subtract": 1, "value": 2}
-_BLOCK = 32
+_BLOCK, _SHORT = 32, 1 << 16
 _SHARE = 32
 """Synapses of a source in one stretch of targets, on average: the table of cuts takes a quarter of a byte of each."""
 
@@ -33,66 +33,52 @@ def word_count(neurons: int) -> int:
 
 @attrs.frozen(eq=False)
 class SynapseTable:
-    """Sparse synapses on a device, sorted by source and then by target.
+    """Sparse synapses on a device: what a ``SparseWeight`` of q4-programs holds, with targets that need no sums.
 
     Args:
-        starts: int64 [sources + 1].
-        index: int16 (as unsigned) or int32 [S], targets.
-        codes: uint8 [ceil(S / 2)], two codes of four bits, the even one low.
-        scale: [ceil(S / 32)], float16 or float32.
-        offset: As scale; a weight is offset + scale · code.
-        steps: uint8 [S], delays.
-        targets: How many.
+        index: int16 (as unsigned) or int32 [E], targets.
+        steps: uint8 [E], delays; 0 for what is no synapse.
+        codes: uint8 [E / 2], two codes of four bits, the even one low.
+        levels: float16 [E / 32, 2], scale and offset; a weight is offset + scale · code.
         parts: Stretches of targets.
-        cut: int32 or int64 [sources, parts + 1], where each stretch begins.
-        rank: uint8 [S], of synapses that share source, target and delay; of one element where there are none.
+        cut: int64 [sources, parts + 1], where each stretch begins.
+        rank: uint8 [E], of synapses that share source, target and delay; of one element where there are none.
         ranks: How many ranks there are.
     """
 
-    starts: torch.Tensor
     index: torch.Tensor
-    codes: torch.Tensor
-    scale: torch.Tensor
-    offset: torch.Tensor
     steps: torch.Tensor
-    targets: int
+    codes: torch.Tensor
+    levels: torch.Tensor
     parts: int
     cut: torch.Tensor
     rank: torch.Tensor
     ranks: int
 
     @classmethod
-    def of(cls, synapses: Any, device: torch.device) -> SynapseTable:
-        """Return the table of synapses that are stored so, as ``q4_snn.SparseProjection`` stores them.
-
-        Args:
-            synapses: Has the tensors above, on any device, and ``target_size``.
-            device: Where the kernels run.
-        """
-        starts, index, steps = (getattr(synapses, name).cpu() for name in ("starts", "index", "steps"))
-        targets = int(synapses.target_size)
-        wide = index.long() & 0xFFFF if index.dtype is torch.int16 else index.long()
-        sources = len(starts) - 1
-        parts = max(1, min(word_count(targets), len(index) // (sources * _SHARE)))
+    def of(cls, weight: Any, device: torch.device) -> SynapseTable:
+        """Return the table of a ``SparseWeight``, on any device, for kernels on a device."""
+        starts, first, gaps, steps, codes, levels = (tensor.to(device) for tensor in weight.tensors())
+        counts = starts.diff()
+        end, sources, targets = int(starts[-1]), len(counts), int(weight.targets)
+        total = (gaps[:end].long() & 0xFFFF if gaps.dtype is torch.int16 else gaps[:end].long()).cumsum(0)
+        source = torch.repeat_interleave(torch.arange(sources, device=device), counts)
+        target = total + (first.long() - total[starts[:-1].clamp(max=max(end - 1, 0))])[source]
+        parts = max(1, min(word_count(targets), end // (sources * _SHARE)))
         stretch = -(-targets // parts)
-        source = torch.repeat_interleave(torch.arange(sources), starts.diff())
-        counts = torch.bincount(source * parts + wide // stretch, minlength=sources * parts).view(sources, parts)
-        cut = torch.zeros(sources, parts + 1, dtype=torch.int64)
-        torch.cumsum(counts, 1, out=cut[:, 1:])
-        cut += starts[:-1, None]
-        rank = _ranks((source * targets + wide) * 256 + steps.long())
+        each = torch.bincount(source * parts + target // stretch, minlength=sources * parts).view(sources, parts)
+        cut = torch.cat([starts[:-1, None], starts[:-1, None] + each.cumsum(1)], 1)
+        rank = _ranks((source * targets + target) * 256 + steps[:end])
         ranks = int(rank.max()) + 1
-        tensors = {name: getattr(synapses, name).to(device).contiguous() for name in ("codes", "scale", "offset")}
         return cls(
-            starts=starts.to(device),
-            index=index.to(device),
-            steps=steps.to(device),
-            targets=targets,
+            index=target.to(torch.int16 if targets <= _SHORT else torch.int32),
+            steps=steps,
+            codes=codes,
+            levels=levels.view(torch.float16),
             parts=parts,
-            cut=cut.to(device),
-            rank=(rank if ranks > 1 else rank[:1]).to(torch.uint8).to(device),
+            cut=cut,
+            rank=(rank if ranks > 1 else rank[:1]).to(torch.uint8),
             ranks=ranks,
-            **tensors,
         )
 
 
@@ -100,8 +86,8 @@ def _ranks(key: torch.Tensor) -> torch.Tensor:
     """Return of each element how many equal ones are before it."""
     order = key.argsort(stable=True)
     ordered = key[order]
-    place = torch.arange(len(key))
-    is_first = torch.ones(len(key), dtype=torch.bool)
+    place = torch.arange(len(key), device=key.device)
+    is_first = torch.ones(len(key), dtype=torch.bool, device=key.device)
     is_first[1:] = ordered[1:] != ordered[:-1]
     found = torch.empty_like(place)
     found[order] = place - torch.where(is_first, place, 0).cummax(0).values
@@ -252,11 +238,19 @@ class Spiking:
         """
         slots, batch, targets = ring.shape
         table = synapses
-        program = self.send_program(index=table.index.dtype, scale=table.scale.dtype, has_ranks=table.ranks > 1)
+        program = self.send_program(index=table.index.dtype, has_ranks=table.ranks > 1)
         tensors = [
-            fired, count, clock, table.cut, table.index, table.codes, table.scale, table.offset, table.steps,
-            table.rank, ring,
-        ]  # fmt: skip
+            fired,
+            count,
+            clock,
+            table.cut,
+            table.index,
+            table.codes,
+            table.levels,
+            table.steps,
+            table.rank,
+            ring,
+        ]
         numbers = [batch, targets, slots, table.parts, fired.shape[1], delay, table.ranks]
         return self._launch(program, (table.parts, batch, 1), tensors, numbers)
 
@@ -312,12 +306,11 @@ class Spiking:
         tile = min(_MOST_LISTED, max(32, 1 << (words - 1).bit_length()))
         return self._program(list_fired, signature, {"WORDS": tile, "TICK": tick}, max(1, min(8, tile // 64)))
 
-    def send_program(self, *, index: torch.dtype, scale: torch.dtype, has_ranks: bool) -> Program:
+    def send_program(self, *, index: torch.dtype, has_ranks: bool) -> Program:
         """Return the kernel of ``send`` for some dtypes of a table."""
         from q4_triton_kernels.kernels.spiking import send  # noqa: PLC0415  # needs Triton
 
         is_short = index is torch.int16
-        half = "*fp16" if scale is torch.float16 else "*fp32"
         signature = {
             "list_ptr": "*i32",
             "count_ptr": "*i32",
@@ -325,8 +318,7 @@ class Spiking:
             "cut_ptr": "*i64",
             "index_ptr": "*i16" if is_short else "*i32",
             "codes_ptr": "*u8",
-            "scale_ptr": half,
-            "offset_ptr": half,
+            "levels_ptr": "*fp16",
             "steps_ptr": "*u8",
             "rank_ptr": "*u8",
             "ring_ptr": "*fp32",

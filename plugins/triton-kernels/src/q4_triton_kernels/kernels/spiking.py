@@ -115,7 +115,7 @@ def list_fired(
 
 @triton.jit
 def send(
-    list_ptr, count_ptr, clock_ptr, cut_ptr, index_ptr, codes_ptr, scale_ptr, offset_ptr, steps_ptr, rank_ptr, ring_ptr,
+    list_ptr, count_ptr, clock_ptr, cut_ptr, index_ptr, codes_ptr, levels_ptr, steps_ptr, rank_ptr, ring_ptr,
     B, targets, slots, parts, list_stride, delay, ranks,
     SHORT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -142,10 +142,12 @@ def send(
             if SHORT:
                 target = target & 0xFFFF
             code = (tl.load(codes_ptr + (at >> 1), mask=here, other=0).to(tl.int32) >> ((at & 1) * 4).to(tl.int32)) & 15
-            scale = tl.load(scale_ptr + at // BLOCK, mask=here, other=0.0).to(tl.float32)
-            offset = tl.load(offset_ptr + at // BLOCK, mask=here, other=0.0).to(tl.float32)
+            scale = tl.load(levels_ptr + at // BLOCK * 2, mask=here, other=0.0).to(tl.float32)
+            offset = tl.load(levels_ptr + at // BLOCK * 2 + 1, mask=here, other=0.0).to(tl.float32)
             weight = offset + scale * code.to(tl.float32)
-            slot = (now + tl.load(steps_ptr + at, mask=here, other=0).to(tl.int64)) % slots
+            steps = tl.load(steps_ptr + at, mask=here, other=0).to(tl.int64)
+            here = here & (steps > 0)
+            slot = (now + steps) % slots
             place = ring + slot * row + target
             if RANKS:
                 own = tl.load(rank_ptr + at, mask=here, other=0).to(tl.int32)
