@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from q4_snn import connectors, spikegen, surrogate
+from q4_snn.kinetics import AlphaSynapses, ExpSynapses
 from q4_snn.network import Network, NetworkState
 from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF
 from q4_snn.nir import NirError, from_nir, read_nir, to_nir, write_nir
@@ -20,7 +21,9 @@ __all__ = [
     "LI",
     "LIF",
     "STDP",
+    "AlphaSynapses",
     "CubaLIF",
+    "ExpSynapses",
     "Network",
     "NetworkState",
     "NirError",

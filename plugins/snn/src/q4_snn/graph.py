@@ -72,8 +72,15 @@ class Graph:
             if self.populations[name].size != size:
                 rule = f"of {self.populations[name].size} neurons, as population {name!r} is"
                 raise ConfigError(what, name=role, rule=rule, value=size)
-        if self.populations[item.target].neuron is None:
+        neuron = self.populations[item.target].neuron
+        if neuron is None:
             raise ConfigError(what, name="target", rule="a population with a neuron, not an input", value=item.target)
+        if (dt := getattr(item, "dt", neuron.dt)) != neuron.dt:
+            rule = f"{neuron.dt:g} s, as of population {item.target!r}"
+            raise ConfigError(what, name="dt", rule=rule, value=dt)
+        if getattr(item, "reversal", None) is not None and "mem" not in neuron.states:
+            rule = "neurons with a state mem, where conductances lead"
+            raise ConfigError(what, name="target", rule=rule, value=f"{item.target}, of {type(neuron).__name__}")
 
     def _sorted(self) -> list[str]:
         """Return the populations so that each comes after those that it needs in the same step."""

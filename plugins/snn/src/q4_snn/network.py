@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import torch
@@ -11,13 +11,14 @@ from torch import nn
 
 from q4_snn.chunks import chunks, run_chunks
 from q4_snn.graph import Graph
-from q4_snn.projection import EventProduct, coming_of, product_of
+from q4_snn.projection import coming_of, product_of
 from q4core import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from q4_snn.chunks import Inputs
+    from q4_snn.neuron import Neuron
     from q4_snn.population import Population
     from q4_snn.projection import Product, Synapses
     from q4_snn.recorders import Recorder
@@ -57,6 +58,8 @@ def advance(
         if current.shape != shape:
             rule = f"a result of shape {[*shape]}"
             raise InputError(f"projection {item.name!r}", name="it", rule=rule, value=list(current.shape))
+        if (reversal := getattr(item, "reversal", None)) is not None:
+            current = current * (reversal - _membrane(population, state, current))
         total = current if total is None else total + current
     found: tuple[torch.Tensor, ...] = population(rest.new_zeros(shape) if total is None else total, state)
     return found
@@ -320,12 +323,17 @@ class Network(nn.Module):
         return population, states.index(kind) if kind else None
 
 
+def _membrane(population: Population, state: tuple[torch.Tensor, ...], like: torch.Tensor) -> torch.Tensor:
+    """Return the membranes [B, n] before a step; at rest where there was none."""
+    neuron = cast("Neuron", population.neuron)
+    return (state or neuron.rest(torch.zeros_like(like)))[neuron.states.index("mem")]
+
+
 def _for_run(sequences: Mapping[str, torch.Tensor], item: Synapses) -> Product:
     """Return a projection's product for a run; where an input is known to its end, some steps ahead."""
     product = product_of(item)
-    if isinstance(product, EventProduct) and item.source in sequences and not item.delay:
-        return product.ahead(sequences[item.source])
-    return product
+    ahead: Callable[[torch.Tensor], Product] | None = getattr(product, "ahead", None)
+    return product if ahead is None or item.delay or item.source not in sequences else ahead(sequences[item.source])
 
 
 def _arrivals(

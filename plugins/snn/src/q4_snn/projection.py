@@ -37,6 +37,10 @@ class Synapses(Protocol):
     - ``for_run()`` returns what is called in the projection's place in a run of many steps.
     - ``numbers()`` returns the tensors that decide what it gives, for checkpoints of actors. Defaults to the values of
       ``state_dict()``.
+
+    So are two attributes. ``dt`` is the seconds of a step, and must be that of the target's neurons. Where ``reversal``
+    is a number, the projection gives conductances g [B, target_size], and their current is ``g · (reversal - mem)``,
+    with the target's membrane before the step.
     """
 
     name: str
