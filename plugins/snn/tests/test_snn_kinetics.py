@@ -215,7 +215,7 @@ def test_state_goes_on(kind: Any) -> None:
     pixels, cells = Population("pixels", 70, spikes=True), Population("cells", 64, LIF.from_beta(0.9))
     source, target = torch.randint(64, (2, 500), generator=torch.Generator().manual_seed(0))
     sparse = SparseProjection(
-        first, last, torch.rand(500) * 0.1, 1 + torch.arange(500) % 5, sources=cells, targets=cells
+        source, target, torch.rand(500) * 0.1, 1 + torch.arange(500) % 5, sources=cells, targets=cells
     )
     dense = Projection(pixels, cells, format="nf4", bias=True)
     network = Network([pixels, cells], [kind(dense, 5e-4), kind(sparse, 1e-3, reversal=-1.0)])
