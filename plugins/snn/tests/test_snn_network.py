@@ -320,5 +320,5 @@ def test_a_membrane_that_is_nan() -> None:
     with pytest.raises(NonFiniteStateError) as caught:
         network(x, state)
     assert (caught.value.what, caught.value.name) == ("population 'hidden'", "mem")
-    assert caught.value.value == "NaN or infinity in 1 of 20 neurons"
+    assert caught.value.value == "NaN or infinity in 1 of 20 neurons after step 59"
     assert torch.isfinite(state.neurons["hidden"][0]).all()

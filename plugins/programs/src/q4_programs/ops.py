@@ -70,7 +70,7 @@ class Op(enum.Enum):
     """mem [R, C] in place, threshold [R or 1, C or 1], a vector, clock[, count [R, C] in place, before [R, C], a vector
     steps] → bits, mem[, count]. Who is above the threshold fires; at it, too, where ``numbers[1]`` is 1. A reset then
     subtracts the vector (``numbers[0]`` is 1), sets mem to it (2), or does nothing (0). Where a count is above 0, mem
-    becomes ``before`` and does not fire, and the count falls by 1; the count of who fires becomes ``steps``."""
+    becomes ``before`` and does not fire. A count falls by 1, to 0 at least; that of who fires becomes ``steps``."""
     SPIKES = "spikes"
     """bits, clock → [R, N]: a packed layer's product with the bits of ``numbers[0]`` rounds ago, and its own bias; the
     bits of its backend's ``spikes``."""

@@ -71,7 +71,7 @@ def _fire(numbers: Sequence[float], inputs: Tensors, outputs: Tensors) -> None:
         held = count > 0
         fired = fired & ~held
         mem.copy_(torch.where(held, before, mem))
-        count.copy_(torch.where(fired, steps, torch.where(held, count - 1, count)))
+        count.copy_(torch.where(fired, steps, (count - 1).clamp(min=0)))
     if numbers[0] == _RESET_SUBTRACT:
         mem.sub_(vector * fired.to(mem.dtype))
     elif numbers[0] == _RESET_VALUE:

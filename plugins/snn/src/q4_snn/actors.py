@@ -105,7 +105,7 @@ class _Worker(Actor):
         states = 0 if population.neuron is None else len(population.neuron.states)
         with contextlib.closing(self._arrivals(name, part, before[states:], step)) as arrivals:
             given, *after = advance(population, arrivals, tuple(before[:states]), rest=rest, clock=step - 1)
-        population.check_finite(after)
+        population.check_finite(after, step=step - 1)
         with own.write(wait=True, device=self.side) as state:
             for row, value in enumerate((*after, *before[states:])):
                 state[row] = value

@@ -12,11 +12,14 @@ from torch import nn
 from q4_snn.chunks import chunks, run_chunks
 from q4_snn.graph import Graph
 from q4_snn.projection import coming_of, product_of
+from q4_snn.runs import runs_of
+from q4_snn.state import NetworkState
 from q4core import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from q4_programs import ProgramRecord
     from q4_snn.chunks import Inputs
     from q4_snn.neuron import Neuron
     from q4_snn.population import Population
@@ -63,33 +66,6 @@ def advance(
         total = current if total is None else total + current
     found: tuple[torch.Tensor, ...] = population(rest.new_zeros(shape) if total is None else total, state)
     return found
-
-
-@attrs.frozen(eq=False)
-class NetworkState:
-    """The state of a network after a step.
-
-    Args:
-        neurons: Population's name → its state tensors [B, n], by the order of ``neuron.states``.
-        history: Name of a population with delayed projections → what it gave, the last step first, as far back as its
-            longest delay needs.
-        coming: Name of a projection with ``coming`` → what is on its way there.
-        clock: Number of steps so far.
-    """
-
-    neurons: Mapping[str, tuple[torch.Tensor, ...]]
-    history: Mapping[str, tuple[torch.Tensor, ...]]
-    coming: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
-    clock: int = 0
-
-    def detach(self) -> NetworkState:
-        """Return the same numbers without gradients: what a call that goes on from them records, ends there."""
-        return attrs.evolve(
-            self,
-            neurons={name: tuple(item.detach() for item in items) for name, items in self.neurons.items()},
-            history={name: tuple(item.detach() for item in items) for name, items in self.history.items()},
-            coming={name: item.detach() for name, item in self.coming.items()},
-        )
 
 
 class Network(nn.Module):
@@ -231,9 +207,14 @@ class Network(nn.Module):
 
         Raises:
             InputError: x does not fit the inputs, or ``record`` names what is not there.
-            NonFiniteStateError: A state is NaN or infinite after the last step.
+            NonFiniteStateError: A state is NaN or infinite after the last step, or after a chunk of a program.
         """
-        sequences, places = self.check_run(x, record)
+        sequences, places = self.check_run(x, record, looks=False)
+        runs = runs_of(self, self.graph)
+        if (program := runs.program(sequences, places)) is not None:
+            state = self._begin({name: value[0] for name, value in sequences.items()}, state)
+            return runs.run(program, sequences, state, places)
+        self._check_spikes(sequences)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
         stages = self._stages(functools.partial(_for_run, sequences))
         state = self._begin({name: value[0] for name, value in sequences.items()}, state)
@@ -242,7 +223,7 @@ class Network(nn.Module):
             for name, (population, index) in places.items():
                 found[name].append(given[population] if index is None else state.neurons[population][index])
         for name, tensors in state.neurons.items():
-            self.population(name).check_finite(tensors)
+            self.population(name).check_finite(tensors, step=state.clock - 1)
         return {name: torch.stack(steps) for name, steps in found.items()}, state
 
     def run(
@@ -286,10 +267,20 @@ class Network(nn.Module):
         run_chunks(call, chunks(inputs, self.inputs, first=first, steps=steps, at_once=chunk), recorders, first)
         return latest
 
+    @property
+    def record(self) -> ProgramRecord:
+        """Who ran it last as a program, or why its modules ran one by one."""
+        return runs_of(self, self.graph).record
+
     def check_run(
-        self, x: torch.Tensor | Mapping[str, torch.Tensor], record: Sequence[str] | None
+        self, x: torch.Tensor | Mapping[str, torch.Tensor], record: Sequence[str] | None, *, looks: bool = True
     ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, int | None]]]:
         """Return x by the inputs' names; and for each name of ``record`` the population and which of its states.
+
+        Args:
+            x: As of ``forward``.
+            record: Likewise.
+            looks: Whether to check the numbers of inputs with ``spikes=True``.
 
         Raises:
             InputError: As of ``forward``.
@@ -303,7 +294,8 @@ class Network(nn.Module):
             shapes = {name: list(item.shape) for name, item in sequences.items()}
             rule = "tensors [T, B, n] of one T, at least 1, and one B"
             raise InputError("network", name="x", rule=rule, value=shapes)
-        self._check_spikes(sequences)
+        if looks:
+            self._check_spikes(sequences)
         return dict(sequences), {name: self._place(name) for name in (self.outputs if record is None else record)}
 
     def _check_spikes(self, inputs: Mapping[str, torch.Tensor]) -> None:

@@ -55,8 +55,8 @@ class Population(nn.Module):
         found: tuple[torch.Tensor, ...] = (x,) if neuron is None else neuron(x, *state)
         return found
 
-    def check_finite(self, state: Iterable[torch.Tensor]) -> None:
-        """Raise a ``NonFiniteStateError`` if a state [B, n] is NaN or infinite."""
+    def check_finite(self, state: Iterable[torch.Tensor], *, step: int) -> None:
+        """Raise a ``NonFiniteStateError`` if a state [B, n] is NaN or infinite after a step, counted from 0."""
         for kind, value in zip(() if self.neuron is None else self.neuron.states, state, strict=True):
             if not math.isfinite(float(value.detach().sum())) and not bool(torch.isfinite(value).all()):
                 bad = (~torch.isfinite(value)).any(0).sum()
@@ -64,7 +64,7 @@ class Population(nn.Module):
                     f"population {self.name!r}",
                     name=kind,
                     rule="finite",
-                    value=f"NaN or infinity in {int(bad)} of {value.shape[-1]} neurons",
+                    value=f"NaN or infinity in {int(bad)} of {value.shape[-1]} neurons after step {step}",
                     hint="Look at the input, and at the weights of the projections into it.",
                 )
 

@@ -17,7 +17,7 @@ from q4core import ConfigError, InputError, Q4Linear, dequantize
 if TYPE_CHECKING:
     from q4_snn.population import Population
 
-__all__ = ["EventProduct", "Product", "Projection", "Synapses", "coming_of", "numbers_of", "product_of"]
+__all__ = ["EventProduct", "Product", "Projection", "Synapses", "coming_of", "numbers_of", "packed_layer", "product_of"]
 
 Product = Callable[..., torch.Tensor]
 """Function that returns the input of a target [B, n] from spikes [B, m] and from what is on its way."""
@@ -123,7 +123,7 @@ class Projection(nn.Module):
 
     def numbers(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that decide what it gives, the same before and after it is packed."""
-        bias = getattr(_packed_layer(self.synapses) or self.synapses, "bias", None)
+        bias = getattr(packed_layer(self.synapses) or self.synapses, "bias", None)
         return (self.dense_weight(),) if bias is None else (self.dense_weight(), bias)
 
     @property
@@ -131,7 +131,7 @@ class Projection(nn.Module):
         """Name of the synapses' 4-bit format, or None where they are float."""
         if isinstance(self.synapses, STELinear):
             return self.synapses.format
-        packed = _packed_layer(self.synapses)
+        packed = packed_layer(self.synapses)
         return None if packed is None else packed.weight.format
 
     def dense_weight(self) -> torch.Tensor:
@@ -139,7 +139,7 @@ class Projection(nn.Module):
         with torch.no_grad():
             if isinstance(self.synapses, STELinear):
                 return self.synapses.quantised().clone()
-            packed = _packed_layer(self.synapses)
+            packed = packed_layer(self.synapses)
             if packed is None:
                 return self.synapses.get_parameter("weight").detach().clone()  # an nn.Linear's
             return dequantize(packed.packed_weight())[:, : self.source_size]
@@ -157,7 +157,7 @@ class Projection(nn.Module):
         return self
 
 
-def _packed_layer(synapses: nn.Module) -> Q4Linear | None:
+def packed_layer(synapses: nn.Module) -> Q4Linear | None:
     """Return the packed layer that synapses are, or hold with inputs filled up to whole blocks; None where none is."""
     inner = synapses.layer if isinstance(synapses, FilledLinear) else synapses
     return inner if isinstance(inner, Q4Linear) else None
@@ -165,7 +165,7 @@ def _packed_layer(synapses: nn.Module) -> Q4Linear | None:
 
 def _event_product(synapses: nn.Module) -> Product:
     """Return the product of packed synapses with zeros and ones, at the cost of the ones; others as they are."""
-    layer: Any = _packed_layer(synapses)
+    layer: Any = packed_layer(synapses)
     if layer is None or layer.dtype is not torch.float32:
         return synapses
     return EventProduct(layer, synapses.in_features)  # type: ignore[arg-type]  # those of x, before it is filled up

@@ -1,0 +1,203 @@
+"""Runs of whole networks as programs: which run, what a program is made of, and states on their way to it and back."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from q4_programs import ProgramRecord, refuse
+from q4_snn.engine import PopulationProgram
+from q4_snn.projection import packed_layer
+from q4core import InputError, Q4Error, Q4Linear
+from q4core.plugin_api import is_plain_call
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Mapping
+
+    from torch import nn
+
+    from q4_snn.graph import Graph
+    from q4_snn.state import NetworkState
+
+__all__ = ["NetworkRuns", "runs_of"]
+
+_MOST = 4
+"""Programs of a network that are kept: for so many batches and records."""
+_LEAST_STEPS = 4
+"""Fewer steps cost less one by one than a state's way to a program and back."""
+
+Places = dict[str, tuple[str, "int | None"]]
+_runs: weakref.WeakKeyDictionary[nn.Module, NetworkRuns] = weakref.WeakKeyDictionary()
+
+
+def runs_of(network: nn.Module, graph: Graph) -> NetworkRuns:
+    """Return the programs of a network."""
+    if network not in _runs:
+        _runs[network] = NetworkRuns(network, graph)
+    return _runs[network]
+
+
+class NetworkRuns:
+    """The programs of a network, made when they are needed, and the reason where there is none.
+
+    Args:
+        network: It is not kept alive.
+        graph: Its graph.
+    """
+
+    def __init__(self, network: nn.Module, graph: Graph) -> None:
+        self._network, self._graph = weakref.ref(network), graph
+        self._lock = threading.RLock()
+        self._programs: collections.OrderedDict[Hashable, PopulationProgram | str] = collections.OrderedDict()
+        self.record = ProgramRecord("network")
+        """Who runs it, and why it is no program."""
+
+    def program(self, sequences: Mapping[str, torch.Tensor], places: Places) -> PopulationProgram | None:
+        """Return what runs inputs [T, B, n], or None; ``record`` has the reason."""
+        reason = self._refusal(sequences)
+        if reason is None:
+            found = self._found(next(iter(sequences.values())).shape[1], places)
+            if isinstance(found, PopulationProgram):
+                self.record = found.bound.record
+                return found
+            reason = found
+        if self.record.reasons != (reason,) or self.record.backend is not None:
+            self.record = refuse(f"network of {len(self._graph.populations)} populations", self._layers(), reason)
+        return None
+
+    def _layers(self) -> list[Q4Linear]:
+        network = self._network()
+        return [] if network is None else [item for item in network.modules() if isinstance(item, Q4Linear)]
+
+    def _refusal(self, sequences: Mapping[str, torch.Tensor]) -> str | None:
+        if torch.is_grad_enabled():
+            return "gradients are recorded: torch.no_grad() runs it as a program"
+        if not is_plain_call():
+            return "inside a trace, a transform, a mode or autocast"
+        for name, x in sequences.items():
+            if x.dtype is not torch.float32 or x.device.type != "cpu":
+                return f"input {name!r} is {x.dtype} on {x.device.type}, and programs take float32 on the CPU"
+        if len(next(iter(sequences.values()))) < _LEAST_STEPS:
+            return f"fewer than {_LEAST_STEPS} steps"
+        return None
+
+    def run(
+        self, program: PopulationProgram, sequences: Mapping[str, torch.Tensor], state: NetworkState, places: Places
+    ) -> tuple[dict[str, torch.Tensor], NetworkState]:
+        """Return what ``Network.forward`` does, from a state that was checked.
+
+        Raises:
+            InputError: An input of spikes holds other numbers than 0 and 1.
+            NonFiniteStateError: A state is NaN or infinite after a chunk; the message names the first such step.
+        """
+        steps, batch = next(iter(sequences.values())).shape[:2]
+        graph, chunk = self._graph, program.chunk
+        found = {name: torch.empty(steps, batch, graph.populations[place[0]].size) for name, place in places.items()}
+        with program.bound.lock, torch.no_grad():
+            program.load(state)
+            for start in range(0, steps, chunk):
+                count = min(chunk, steps - start)
+                self._advance(program, sequences, start, state.clock + start, count)
+                if program.non_finite():
+                    self._raise_non_finite(program, sequences, state, start)
+                for name, place in places.items():
+                    for offset, row, length in _pieces(state.clock + start, count, chunk):
+                        target = found[name][start + offset : start + offset + length]
+                        target.copy_(program.records[place][row : row + length])
+            return found, program.state(state, steps)
+
+    def _advance(
+        self, program: PopulationProgram, sequences: Mapping[str, torch.Tensor], start: int, first: int, count: int
+    ) -> None:
+        """Advance by a chunk, whose inputs begin at ``start`` of the sequences."""
+        for name, x in sequences.items():
+            if name in program.values:
+                ring = program.values[name]
+                for offset, row, length in _pieces(first, count, len(ring)):
+                    ring[row : row + length].copy_(x[start + offset : start + offset + length])
+        program.run(first, count)
+        for name, odd in program.odd.items():
+            if any(bool(odd[row : row + length].any()) for _, row, length in _pieces(first, count, len(odd))):
+                x = sequences[name][start : start + count]
+                wrong = x[(x != 0) & (x != 1)][0].item()
+                rule = "0 and 1 alone, as spikes=True says"
+                raise InputError(f"population {name!r}", name="input", rule=rule, value=wrong)
+
+    def _raise_non_finite(
+        self, program: PopulationProgram, sequences: Mapping[str, torch.Tensor], state: NetworkState, failed: int
+    ) -> None:
+        """Run again to find the step after which a state of the chunk that begins at ``failed`` is not finite."""
+        program.load(state)
+        for start in range(0, failed, program.chunk):
+            self._advance(program, sequences, start, state.clock + start, program.chunk)
+        for step in range(failed, failed + program.chunk):
+            self._advance(program, sequences, step, state.clock + step, 1)
+            for name in program.non_finite():
+                self._graph.populations[name].check_finite(program.states[name], step=state.clock + step)
+
+    def _found(self, batch: int, places: Places) -> PopulationProgram | str:
+        """Return the program of a batch and what is recorded, or why there is none."""
+        record = sorted({*places.values()}, key=str)
+        key = batch, tuple(record), self._facts()
+        with self._lock:
+            found = self._programs.get(key)
+            if isinstance(found, PopulationProgram) and not found.bound.is_whole():
+                found = None
+            if found is None:
+                found = self._made(batch, record)
+                self._programs[key] = found
+                while len(self._programs) > _MOST:
+                    self._programs.popitem(last=False)
+            self._programs.move_to_end(key)
+            return found
+
+    def _made(self, batch: int, record: list[tuple[str, int | None]]) -> PopulationProgram | str:
+        graph = self._graph
+        packs = [name for name in graph.inputs if graph.populations[name].is_binary]
+        names = [name for name in graph.order if name not in graph.inputs]
+        try:
+            made = PopulationProgram(graph, names, batch=batch, packs=packs, record=record)
+        except Q4Error as error:
+            return error.summary
+        if made.bound.record.backend == "reference":
+            return "; ".join(made.bound.record.reasons)
+        return made
+
+    def _facts(self) -> Hashable:
+        """Return what a program depends on besides the addresses of weights."""
+        facts: list[Hashable] = [RemovableHandle.next_id]  # torch counts every hook that anybody registers
+        for part in self._graph.populations.values():
+            neuron: Any = part.neuron
+            kind: Any = type(neuron)
+            if neuron is None:
+                continue
+            facts += [kind, neuron.dt, "forward" in vars(neuron)]
+            facts += [getattr(neuron, name, None) for name in ("reset", "threshold_inclusive", "reset_delay")]
+            for value in (*neuron._buffers.values(), *neuron._parameters.values()):  # noqa: SLF001  # torch has no other way
+                facts.append(_mark(value))
+            facts += [getattr(neuron, name) for name in neuron.parameter_names if name not in neuron._buffers]  # noqa: SLF001  # as above
+        for item in self._graph.projections.values():
+            inner: Any = packed_layer(item.synapses) if hasattr(item, "synapses") else None
+            facts += [id(inner), id(getattr(item, "weight", None))]
+        return tuple(facts)
+
+
+def _pieces(first: int, count: int, slots: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the stretches of a ring that hold some steps: which step begins it, its row, and how long it is."""
+    done = 0
+    while done < count:
+        row = (first + done) % slots
+        length = min(count - done, slots - row)
+        yield done, row, length
+        done += length
+
+
+def _mark(value: torch.Tensor | None) -> Hashable:
+    if value is None:
+        return None
+    return id(value), value.data_ptr(), 0 if value.is_inference() else value._version  # noqa: SLF001  # documented by torch
