@@ -55,7 +55,11 @@ def main(arguments: Sequence[str] = ()) -> int:
     if unknown:
         print(f"stage must be one of {', '.join(stages.STAGES)}, got {unknown[0]!r}", file=sys.stderr)
         return 2
-    chosen = [name for name in stages.STAGES if not options.stages or name in options.stages]
+    chosen = [
+        name
+        for name, stage in stages.STAGES.items()
+        if name in options.stages or (not options.stages and stage.is_default)
+    ]
     if options.files is not None:
         result = merged.merge([json.loads(file.read_text(encoding="utf-8")) for file in options.files])
         return _finish(result, options.out or (record.BUILD if result["is_tiny"] else record.RESULTS))

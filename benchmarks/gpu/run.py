@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PLUGINS = ("q4_dequant_fallback", "q4_nf4_cuda", "q4_nvfp4_native", "q4_quantize", "q4_safetensors")
+PLUGINS = ("q4_dequant_fallback", "q4_nf4_cuda", "q4_nvfp4_native", "q4_quantize", "q4_safetensors", "q4_um_managed")
 
 
 def _use_source_tree() -> None:

@@ -18,6 +18,7 @@ from benchmarks.gpu import (
     quantiser,
     spiking,
     tree_tests,
+    tuning,
     warming,
 )
 from benchmarks.gpu import limits as yardsticks
@@ -66,11 +67,13 @@ class Stage:
         text: What it does, for people.
         run: Returns what the result file stores.
         has_ratios: Whether its targets are ratios with the device's own limits, which are then measured first.
+        is_default: Whether it runs where no stage is named.
     """
 
     text: str
     run: Callable[[Work], dict[str, Any]]
     has_ratios: bool = False
+    is_default: bool = True
 
     def guarded(self, work: Work) -> dict[str, Any]:
         """Run; an error becomes part of the result, so that the stages before and after it are stored."""
@@ -122,6 +125,11 @@ STAGES = {
     "cases": Stage(
         "every contract case",
         lambda work: cases.run(work.place, work.deadline, jobs=work.jobs, only=work.only),
+    ),
+    "tune": Stage(
+        "other launch configurations, only where it is named",
+        lambda work: tuning.measure(work.place, work.deadline, jobs=work.jobs),
+        is_default=False,
     ),
     "tests": Stage("the repository's tests that need a GPU", lambda work: tree_tests.run(work.deadline)),
 }
