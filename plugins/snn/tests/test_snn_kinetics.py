@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -30,11 +28,11 @@ from q4_snn import (
 from q4_snn.actors import ActorNetwork
 from q4_snn.neuron import Neuron
 from q4core import ConfigError, InputError
+from tests.support.simulators import case, steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "simulators.json").read_text(encoding="utf-8"))
 STEPS = 40
 DT = 1e-4
 
@@ -64,11 +62,11 @@ def currents_of(synapses: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def test_currents_of_nest(kind: Any, name: str) -> None:
     """Excitation and inhibition of different time constants have the currents of NEST's neurons, to 12 digits."""
-    theirs = GOLDEN["cases"][name]
+    theirs = case(name)
     for at, (which, tau) in enumerate((("exciting", "tau_syn_ex"), ("inhibiting", "tau_syn_in"))):
-        expected = torch.tensor(theirs[("ex", "in")[at]], dtype=torch.float64)
+        expected = theirs[("ex", "in")[at]]
         x = torch.zeros_like(expected)
-        x[GOLDEN[which]] = 1
+        x[steps_of(which)] = 1
         synapses = kind(one_to_one(theirs["weights"][at])[2], theirs["params"][tau] * 1e-3, dt=DT).double()
         assert float(expected.abs().max()) > 200
         torch.testing.assert_close(currents_of(synapses, x), expected, rtol=1e-12, atol=1e-10)
@@ -149,7 +147,7 @@ def test_conductances_of_nest() -> None:
     NEST integrates with the conductances of the step before, to 1e-3 by an adaptive Runge-Kutta method: so a spike
     arrives one of its steps later here.
     """
-    theirs = GOLDEN["cases"]["nest_conductance"]
+    theirs = case("nest_conductance")
     facts = theirs["params"]
 
     def membrane(parts: int) -> torch.Tensor:
@@ -170,14 +168,14 @@ def test_conductances_of_nest() -> None:
         steps = len(theirs["v"]) * parts
         x = {name: torch.zeros(steps, 1, 1, dtype=torch.float64) for name in ("exciting", "inhibiting", "constant")}
         for name, value in x.items():
-            value[[step * parts for step in GOLDEN[name]] if name in GOLDEN else slice(None)] = 1
+            value[slice(None) if name == "constant" else [step * parts for step in steps_of(name)]] = 1
         with torch.no_grad():
             found, _ = Network([*sources, constant, cell], projections).double()(x, record=("cell", "cell.mem"))
         assert found["cell"].sum() == len(theirs["fired"]) == 1
         mem: torch.Tensor = found["cell.mem"].flatten()[parts - 1 :: parts][:110]  # before the spike
         return mem
 
-    expected = torch.tensor(theirs["v"][:110], dtype=torch.float64)
+    expected = theirs["v"][:110]
     whole, half, tenth = (float((membrane(parts) - expected).abs().max()) for parts in (1, 2, 10))
     assert whole < 0.2
     assert whole / half == pytest.approx(2, rel=0.05)

@@ -390,7 +390,7 @@ def test_refused_states() -> None:
         assert caught.value.name == name
 
 
-@pytest.mark.parametrize("name", ["lif", "cuba_lif", "li", "if", "alif"])
+@pytest.mark.parametrize("name", ["lif", "cuba_lif", "li", "if", "alif", "adex", "izhikevich"])
 def test_layer_types(name: str) -> None:
     """The kit's cases of layers pass for each neuron."""
     results = [run_case(case, LayerSubject(name)) for case in layer_cases()]

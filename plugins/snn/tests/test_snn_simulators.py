@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from q4_snn import LIF
-
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "simulators.json").read_text(encoding="utf-8"))
-
-
-def case(name: str) -> dict[str, Any]:
-    """Return what a simulator computed; lists of numbers as float64."""
-    found: dict[str, Any] = GOLDEN["cases"][name]
-    return found | {key: torch.tensor(found[key], dtype=torch.float64) for key in found if key in {*"vuw", "ex", "in"}}
-
-
-def arrivals(which: str, steps: int) -> torch.Tensor:
-    """Return the spikes [T] that reach a neuron."""
-    found = torch.zeros(steps, dtype=torch.float64)
-    found[GOLDEN[which]] = 1
-    return found
-
-
-def run(neuron: torch.nn.Module, x: torch.Tensor, *state: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
-    """Return the steps in which a neuron fires under currents [T], and each of its states over time."""
-    fired, states = [], []
-    for step, current in enumerate(x):
-        spikes, *after = neuron(current[None], *state)
-        state = tuple(after)
-        states.append(torch.cat(after))
-        fired += [step] if spikes else []
-    return fired, [*torch.stack(states).unbind(1)]
+from tests.support.simulators import case, run, steps_of
 
 
 def test_refractory_neurons_of_nest() -> None:
@@ -45,7 +17,7 @@ def test_refractory_neurons_of_nest() -> None:
     decay = math.exp(-theirs["dt"] / facts["tau_m"])
     x = torch.full((steps,), (1 - decay) * facts["tau_m"] / facts["C_m"] * facts["I_e"], dtype=torch.float64)
     for which, weight in zip(("exciting", "inhibiting"), theirs["weights"], strict=True):
-        x += weight * arrivals(which, steps)
+        x[steps_of(which)] += weight
     neuron = LIF.from_beta(
         decay, facts["V_th"], v_reset=facts["V_reset"], t_refractory=facts["t_ref"] * 1e-3, reset="value",
         threshold_inclusive=True,

@@ -7,6 +7,7 @@ from q4_snn.kinetics import AlphaSynapses, ExpSynapses
 from q4_snn.network import Network, NetworkState
 from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF
 from q4_snn.nir import NirError, from_nir, read_nir, to_nir, write_nir
+from q4_snn.nonlinear import AdEx, Izhikevich
 from q4_snn.plugin import q4_layers
 from q4_snn.population import NonFiniteStateError, Population
 from q4_snn.projection import Projection, Synapses
@@ -21,9 +22,11 @@ __all__ = [
     "LI",
     "LIF",
     "STDP",
+    "AdEx",
     "AlphaSynapses",
     "CubaLIF",
     "ExpSynapses",
+    "Izhikevich",
     "Network",
     "NetworkState",
     "NirError",
