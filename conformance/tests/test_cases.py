@@ -28,7 +28,7 @@ from q4_conformance.oracle.exact import as_given, exact_input_gradient, exact_li
 PLAIN = (*memory_cases(), *dialect_cases(), *layer_cases(), *file_cases(), *program_cases(), *core_cases())
 EVERY = (*linear_cases(), *backend_cases(), *device_cases(), *PLAIN)
 CONTRACT = {f"TC-{number:02d}" for number in range(1, 24)} - {"TC-13"}  # q4-actors tests its own
-EXTENDED = {f"EX-{number:02d}" for number in range(1, 22)}
+EXTENDED = {f"EX-{number:02d}" for number in range(1, 26)}
 
 
 def test_ids_are_unique() -> None:

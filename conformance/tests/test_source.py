@@ -19,6 +19,8 @@ PACKAGES = {"q4core", "q4_conformance", "attrs", "numpy", "torch"}
 EXTRAS = {
     "checks/programs.py": {"q4_programs"},
     "oracle/operations.py": {"q4_programs"},
+    "oracle/spiking.py": {"q4_programs"},
+    "subjects/circuits.py": {"q4_programs"},
     "subjects/scenes.py": {"q4_programs"},
     "command/conform.py": {"rich", "typer"},
     "report/terminal.py": {"rich"},

@@ -23,7 +23,7 @@ _TABLE = {
     "EX-01": "05", "EX-02": "05", "EX-03": "05", "EX-04": "05 07", "EX-05": "05", "EX-06": "01 05", "EX-07": "05",
     "EX-08": "05 06", "EX-09": "04 07", "EX-10": "05", "EX-11": "01", "EX-12": "02 06", "EX-13": "05", "EX-14": "06",
     "EX-15": "05 07", "EX-16": "01 05", "EX-17": "02 06", "EX-18": "03 05", "EX-19": "02 05", "EX-20": "05",
-    "EX-21": "05", "EX-22": "05", "EX-23": "01 06", "EX-24": "01",
+    "EX-21": "05", "EX-22": "05", "EX-23": "01 06", "EX-24": "01", "EX-25": "05",
 }  # fmt: skip
 USES = {contract: tuple(f"UC-{number}" for number in numbers.split()) for contract, numbers in _TABLE.items()}
 """Contract case → the use cases that it proves."""

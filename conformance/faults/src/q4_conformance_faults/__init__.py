@@ -48,5 +48,5 @@ __all__ = [
 
 for _name in ("boundary", "dense", "devices", "dialects", "files", "layers", "lifecycle", "memory"):
     importlib.import_module(f"{__name__}.{_name}")  # which enters its faults
-for _name in ("programs", "providers", "shapes", "spikes", "threads", "values", "weights"):
+for _name in ("programs", "providers", "shapes", "spikes", "spiking", "threads", "values", "weights"):
     importlib.import_module(f"{__name__}.{_name}")  # as above

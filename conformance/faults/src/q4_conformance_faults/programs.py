@@ -39,17 +39,17 @@ class ToyPrograms(ToyKernel):
     def __init__(
         self, name: str = "toy-programs", harm: Callable[[Program, Sequence[Tensor], bool], None] = lambda *_: None
     ) -> None:
-        super().__init__(name, ops={"linear", "program"})
+        super().__init__(name, ops={"linear", "program", "sparse"})
         self.harm = harm
 
-    def bind_program(self, program: Program, buffers: Sequence[Tensor], layers: Any) -> Callable[[], None]:
+    def bind_program(self, program: Program, buffers: Sequence[Tensor], layers: Any) -> Callable[..., None]:
         """Bind by the reference."""
         run = REFERENCE.bind_program(program, buffers, layers)
 
-        def call() -> None:
+        def call(rounds: int = 1) -> None:
             has_failed = True
             try:
-                run()
+                run(rounds)
                 has_failed = False
             finally:
                 self.harm(program, buffers, has_failed)

@@ -25,17 +25,19 @@ if TYPE_CHECKING:
     from q4_conformance.subjects.scenes import Scene
     from q4_programs import View
 
+__all__ = ["expect_canaries", "scenes_for"]
+
 _COUNTS = (1, 2, 3, 4)
 _RUNS = 6
 
 
-def _scenes_for(subject: BackendSubject) -> ModuleType:
-    """Return the module of scenes, which needs q4-programs; the rest of the kit works without that package."""
-    if "program" not in subject.backend.capabilities.ops:
-        raise NotDeclaredError("op 'program' is not declared")
+def scenes_for(subject: BackendSubject, op: str = "program", name: str = "scenes") -> ModuleType:
+    """Return a module of scenes, which needs q4-programs; the rest of the kit works without that package."""
+    if op not in subject.backend.capabilities.ops:
+        raise NotDeclaredError(f"op {op!r} is not declared")
     require_device(subject.device)
     try:
-        return importlib.import_module("q4_conformance.subjects.scenes")
+        return importlib.import_module(f"q4_conformance.subjects.{name}")
     except ModuleNotFoundError as error:
         if error.name != "q4_programs":
             raise
@@ -47,7 +49,7 @@ def _scenes_for(subject: BackendSubject) -> ModuleType:
 def check_program_operations(case: Case, subject: BackendSubject) -> str:
     """Every operation alone has the numbers of float64, within its roundings, and writes nothing but its output."""
     del case
-    scenes = _scenes_for(subject)
+    scenes = scenes_for(subject)
     count = 0
     for op, inputs, sizes, numbers in scenes.operations():
         scene = scenes.Scene(subject)
@@ -64,7 +66,7 @@ def check_program_operations(case: Case, subject: BackendSubject) -> str:
             if further:
                 wanted = inputs[0].sort(stable=True, dim=-1, descending=True).indices[:, : sizes[1]]
                 _judge(scene.read(further[0]), wanted.double(), None)
-            _expect_canaries(scene, before, (out, *further))
+            expect_canaries(scene, before, (out, *further))
         count += 1
     return f"{count} operations"
 
@@ -78,20 +80,21 @@ def _judge(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | None)
         raise FailureError(f"{count}; {list(place)} is {found[place].item():.9g}, exact {exact[place].item():.9g}")
 
 
-def _expect_canaries(scene: Scene, before: Sequence[torch.Tensor], outputs: Sequence[View]) -> None:
+def expect_canaries(scene: Scene, before: Sequence[torch.Tensor], outputs: Sequence[View]) -> None:
     """Expect each buffer to be what it was but for the outputs."""
     for view in outputs:
         old = before[view.buffer]
         old.as_strided((view.rows, view.columns), (view.stride, 1), view.offset).copy_(scene.read(view))
     for buffer, tensor, old in zip(scene.buffers, scene.tensors, before, strict=True):
-        expect(torch.equal(tensor.cpu(), old), f"{buffer.name} was written outside the output")
+        same = torch.equal(tensor.cpu().view(torch.uint8), old.view(torch.uint8))  # NaN, too
+        expect(same, f"{buffer.name} was written outside the output")
 
 
 @check("program_packed")
 @threads(1)
 def check_program_packed(case: Case, subject: BackendSubject) -> str:
     """A packed product has the bits of its layer, for few rows and many; packed rows those of the layer's rows."""
-    scenes = _scenes_for(subject)
+    scenes = scenes_for(subject)
     for rows in case.rows:
         scene = scenes.Scene(subject)
         k = case.weight_recipe.k
@@ -105,7 +108,7 @@ def check_program_packed(case: Case, subject: BackendSubject) -> str:
         with torch.no_grad(), within(f"{rows} rows"):
             _judge(scene.read(dense), layer(x.to(subject.device)).cpu().double(), None)
             _judge(scene.read(found), layer.rows(tokens[0].to(subject.device)).cpu().double(), None)
-        _expect_canaries(scene, before, (dense, found))
+        expect_canaries(scene, before, (dense, found))
     return f"{len(case.rows)} numbers of rows"
 
 
@@ -123,7 +126,7 @@ def _tokens_of(scene: Scene, numbers: View, results: Sequence[View], *runs: Call
 @check("program_whole")
 def check_program_whole(case: Case, subject: BackendSubject) -> str:
     """A block of a decoder has the bits of its steps one by one, with any number of threads."""
-    scenes = _scenes_for(subject)
+    scenes = scenes_for(subject)
     wanted: list[torch.Tensor] = []
     for count, is_whole in ((1, False), *((count, True) for count in _COUNTS)):
         with threads(count), within(f"{count} threads"):
@@ -145,7 +148,7 @@ def check_program_whole(case: Case, subject: BackendSubject) -> str:
 @check("program_pages")
 def check_program_pages(case: Case, subject: BackendSubject) -> str:
     """Every buffer ends where readable memory ends: a read or a write past an end kills the process."""
-    scenes = _scenes_for(subject)
+    scenes = scenes_for(subject)
     if subject.device.type != "cpu":
         raise NotTestableError("only the CPU's memory can be made unreadable page by page")
     for op, inputs, sizes, numbers in scenes.operations():
@@ -161,7 +164,7 @@ def check_program_pages(case: Case, subject: BackendSubject) -> str:
 @check("program_refused")
 def check_program_refused(case: Case, subject: BackendSubject) -> str:
     """Tokens and positions out of range, and a buffer that was resized, are typed errors; nothing is written."""
-    scenes = _scenes_for(subject)
+    scenes = scenes_for(subject)
     scene = scenes.Scene(subject)
     numbers, _ = scenes.decoder(case, scene)
     bound = scene.bound()
@@ -183,7 +186,7 @@ def check_program_refused(case: Case, subject: BackendSubject) -> str:
 @check("program_quiet")
 def check_program_quiet(case: Case, subject: BackendSubject) -> str:
     """A run makes no tensor."""
-    scenes = _scenes_for(subject)
+    scenes = scenes_for(subject)
     scene = scenes.Scene(subject)
     scenes.decoder(case, scene)
     bound = scene.bound()
@@ -196,7 +199,7 @@ def check_program_quiet(case: Case, subject: BackendSubject) -> str:
 @check("program_forked")
 def check_program_forked(case: Case, subject: BackendSubject) -> str:
     """A process that was forked after a run gets the bits of its parent."""
-    scenes = _scenes_for(subject)
+    scenes = scenes_for(subject)
     if subject.device.type != "cpu":
         raise NotTestableError("a forked process can't use its parent's CUDA device")
     scene = scenes.Scene(subject)

@@ -367,6 +367,22 @@ def program_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> t
             of_program(part, text, f"program_{part}", recipe=base_recipe(find_format(item)), rows=(1, 5, 17))
             for item in formats
         ]
+    of_circuit = functools.partial(Case, "EX-25", profile="program")
+    for part, text in (
+        ("operations", "operations of spiking networks have the bits of float32 rounded one by one, at any round"),
+        ("send", "sums of sparse synapses are in the order of sources, then synapses, on any number of threads"),
+        ("rounds", "a circuit has its exact bits after many rounds, in calls of any length, on any threads"),
+        ("pages", "nothing is read or written past the end of a buffer or of synapses"),
+        ("refused", "a negative clock and a ring shorter than a delay are typed errors, before anything is written"),
+        ("quiet", "a run of many rounds makes no tensor"),
+        ("forked", "a process forked after a run goes on with the bits of its parent"),
+    ):
+        cases.append(of_circuit(part, text, f"spiking_{part}"))
+    text = "packed products with bits have the bits of the product with spikes"
+    cases += [
+        of_circuit("packed", text, "spiking_packed", recipe=base_recipe(find_format(item)), rows=(1, 5))
+        for item in formats
+    ]
     return tuple(cases)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from q4_conformance.oracle.operations import exact_operation
 from q4_conformance.outcome import FailureError
-from q4_programs import Buffer, Op, Program, Step, View, bind
+from q4_programs import Buffer, Op, Program, SparseWeight, Step, View, bind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +39,8 @@ class Scene:
     buffers: list[Buffer] = attrs.field(factory=list)
     tensors: list[torch.Tensor] = attrs.field(factory=list)
     steps: list[Step] = attrs.field(factory=list)
-    layers: list[Q4Linear] = attrs.field(factory=list)
+    layers: list[Q4Linear | SparseWeight] = attrs.field(factory=list)
+    clock: int | None = None
 
     def view(self, values: torch.Tensor) -> View:
         """Return a view of a new buffer that holds [rows, columns]."""
@@ -79,10 +80,29 @@ class Scene:
         self.layers.append(made.module)
         return len(self.layers) - 1
 
+    def synapses(self, weight: SparseWeight) -> int:
+        """Return the number of sparse synapses, placed as buffers are."""
+        tensors = (self.place(tensor).to(self.subject.device) for tensor in weight.tensors())
+        self.layers.append(SparseWeight(weight.sources, weight.targets, *tensors))
+        return len(self.layers) - 1
+
+    def round(self, number: int, *, counts: bool = False) -> View:
+        """Return a view of a new clock; of the program's own where it counts."""
+        self.buffers.append(Buffer(f"buffer {len(self.buffers)}", 1, torch.int64, is_bound=True))
+        self.tensors.append(self.place(torch.tensor([number])).to(self.subject.device))
+        if counts:
+            self.clock = len(self.buffers) - 1
+        return View(len(self.buffers) - 1, 1, 1)
+
     def bound(self) -> BoundProgram:
         """Bind the steps to the subject."""
-        sizes = [(layer.out_features, layer.in_features) for layer in self.layers]
-        program = Program(self.buffers, self.steps, sizes)
+        sizes = [
+            (layer.targets, layer.sources)
+            if isinstance(layer, SparseWeight)
+            else (layer.out_features, layer.in_features)
+            for layer in self.layers
+        ]
+        program = Program(self.buffers, self.steps, sizes, self.clock)
         made = bind(program, self.tensors, self.layers, registry=self.subject.registry)
         if made.record.backend != self.subject.name:
             raise FailureError(f"declared, then refused: {'; '.join(made.record.reasons)}")

@@ -190,7 +190,7 @@ def bind(
     candidates: list[Any] = [*registry.backends().values(), REFERENCE]
     for backend in candidates:
         runner = None
-        if (reason := _refusal(backend, packed, device)) is None:
+        if (reason := _refusal(backend, packed, device, has_synapses=len(packed) < len(handles))) is None:
             try:
                 runner = backend.bind_program(program, flat, bound)
                 own = [None if step.layer is None else _kind_of(handles[step.layer]) for step in program.steps]
@@ -211,12 +211,13 @@ def bind(
     raise BackendUnavailableError(f"no backend can run program {name!r} on {device}", rejections=reasons)
 
 
-def _refusal(backend: Any, layers: Iterable[LayerHandle], device: torch.device) -> str | None:
+def _refusal(backend: Any, layers: Iterable[LayerHandle], device: torch.device, *, has_synapses: bool) -> str | None:
     """Return why a backend is not asked to bind a program, or None."""
     if backend is REFERENCE:
         return None
-    if refusal := find_refusal(backend, "program", device, ["bind_program"]):
-        return refusal
+    for op in ("program", "sparse") if has_synapses else ("program",):
+        if refusal := find_refusal(backend, op, device, ["bind_program"]):
+            return refusal
     others = sorted({layer.backend.name for layer in layers} - {backend.name})
     return f"layers were prepared by {', '.join(others)}" if others else None
 
@@ -254,6 +255,12 @@ def _check_layer(step: Step, handle: LayerHandle | SparseWeight, name: str) -> N
     if is_packed is (step.op is Op.SEND):
         rule = "synapses for send, and a packed layer for all else"
         raise InputError(f"program {name!r}", name=f"layer {step.layer}", rule=rule, value=step.op.value)
+    if isinstance(handle, SparseWeight):
+        ago, of_slot = (int(number) for number in step.numbers)
+        if handle.longest - ago >= rows // of_slot:
+            rule = f"longer than the longest delay, {handle.longest} steps, less the {ago} that passed"
+            ring = f"ring {step.label}".rstrip()
+            raise InputError(f"program {name!r}", name=ring, rule=rule, value=rows // of_slot)
     if isinstance(handle, LayerHandle) and handle.segment_index(rows) is None:
         rule = "prepared for the rows of the program"
         raise InputError(f"program {name!r}", name=f"layer {handle.layer.name!r}", rule=rule, value=rows)

@@ -55,7 +55,7 @@ class Runner(Protocol):
 
 
 class RunsPrograms(Protocol):
-    """The method of a backend whose manifest declares the op ``"program"``."""
+    """The method of a backend that declares the op ``"program"``; and ``"sparse"``, for programs with sparse synapses."""
 
     def bind_program(self, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]) -> Runner:
         """Return what runs a program over buffers.
