@@ -14,8 +14,10 @@ import torch
 from q4_programs import Buffer, EmissionError, Op, Step, View
 from q4_programs.ops import WORD
 from q4_programs.watch import hook_of
+from q4_snn.kinetics import AlphaSynapses, ExpSynapses
 from q4_snn.neuron import gain_of
 from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF
+from q4_snn.nonlinear import Izhikevich
 from q4_snn.products import SpikeProduct
 from q4_snn.projection import Projection, packed_layer
 from q4_snn.sparse import SparseProjection
@@ -127,6 +129,18 @@ class Emission:
         """Return the sum of x and values, or a number or a vector; ``out`` may be x."""
         out = self.scratch(x.columns) if out is None else out
         self.step(Op.ADD, (x, other if isinstance(other, View) else self._row(other, x.columns)), (out,))
+        return out
+
+    def affine(self, x: View, factor: float, shift: float) -> View:
+        """Return x · factor + shift, rounded twice."""
+        out = self.scratch(x.columns)
+        self.step(Op.AFFINE, (x,), (out,), (factor, shift))
+        return out
+
+    def copy(self, x: View) -> View:
+        """Return a copy."""
+        out = self.scratch(x.columns)
+        self.step(Op.COPY, (x,), (out,))
         return out
 
     def _row(self, value: Parameter, columns: int) -> View:
@@ -310,14 +324,37 @@ def _spike(  # noqa: PLR0913  # one argument per part
         return
     refractory = None
     if waits:
-        before = emission.scratch(mem.columns)
-        emission.step(Op.COPY, (mem,), (before,))
-        refractory = waits[0], before, neuron.refractory_steps  # at least one step
+        refractory = waits[0], emission.copy(mem), neuron.refractory_steps  # at least one step
     integrate(mem)
     emission.fire(mem, threshold, bits, reset=reset, amount=amount, refractory=refractory, **facts)
 
 
-_NEURONS: dict[type, Callable[..., Any]] = {LI: _li, LIF: _lif, CubaLIF: _cuba_lif, IF: _if, ALIF: _alif}
+def _izhikevich(neuron: Izhikevich, emission: Emission, current: View, states: Sequence[View], bits: View) -> None:
+    recovery, mem = states
+    less = emission.affine(recovery, -1.0, 0.0)
+    followed = emission.multiply(mem, neuron.b)
+    emission.add(followed, less, followed)
+    followed = emission.multiply(followed, neuron.step_ms * neuron.a)
+    rise = emission.affine(mem, 0.04, 5.0)
+    emission.step(Op.MULTIPLY, (rise, mem), (rise,))
+    rise = emission.affine(rise, 1.0, 140.0)
+    for part in (less, current):
+        emission.add(rise, part, rise)
+    emission.add(mem, emission.multiply(rise, neuron.step_ms), mem)
+    facts: dict[str, Any] = {"reset": neuron.reset, "amount": neuron.v_reset, "inclusive": neuron.threshold_inclusive}
+    emission.fire(mem, emission.vector(neuron.v_threshold), bits, **facts)
+    emission.add(recovery, followed, recovery)
+    emission.add(recovery, emission.multiply(emission.unpack(bits, mem.columns), neuron.d), recovery)
+
+
+_NEURONS: dict[type, Callable[..., Any]] = {
+    LI: _li,
+    LIF: _lif,
+    CubaLIF: _cuba_lif,
+    IF: _if,
+    ALIF: _alif,
+    Izhikevich: _izhikevich,
+}
 
 
 def _dense(item: Projection, emission: Emission, source: Source, ring: None) -> View:
@@ -354,4 +391,34 @@ def _sparse(item: SparseProjection, emission: Emission, source: Source, ring: Vi
     return out
 
 
-_PROJECTIONS: dict[type, Callable[..., Any]] = {Projection: _dense, SparseProjection: _sparse}
+def _exponential(item: ExpSynapses, emission: Emission, source: Source, ring: View) -> View:
+    arrived, (current,) = _arrived(item, emission, source, ring)
+    emission.integrate(current, arrived, item.decay)
+    return emission.copy(current)
+
+
+def _alpha(item: AlphaSynapses, emission: Emission, source: Source, ring: View) -> View:
+    arrived, (rising, current) = _arrived(item, emission, source, ring)
+    emission.integrate(current, rising, item.decay, item.gain)
+    emission.integrate(rising, arrived, item.decay)
+    return emission.copy(current)
+
+
+def _arrived(
+    item: ExpSynapses | AlphaSynapses, emission: Emission, source: Source, ring: View
+) -> tuple[View, list[View]]:
+    """Emit what arrives by the inner projection; return it, and the states behind what is on its way there."""
+    inner: Any = item.inner
+    rows = emission.batch
+    first = ring.rows - item.rows * rows
+    held = View(ring.buffer, first, ring.columns) if first else None
+    states = [View(ring.buffer, rows, ring.columns, at * ring.columns) for at in range(first, ring.rows, rows)]
+    return emission.projection(inner, source, held), states
+
+
+_PROJECTIONS: dict[type, Callable[..., Any]] = {
+    Projection: _dense,
+    SparseProjection: _sparse,
+    ExpSynapses: _exponential,
+    AlphaSynapses: _alpha,
+}

@@ -140,26 +140,28 @@ class PopulationProgram:
     def _emit_population(self, name: str, into: Sequence[Synapses]) -> list[View]:
         """Emit a step of a population, and return views of its state."""
         emission, part, source = self._emission, self._graph.populations[name], self._sources[name]
-        total: View | None = None
-        for item in into:
-            emission.label = f"projection {item.name!r}"
-            if getattr(item, "reversal", None) is not None:
-                emission.refuse("it has conductances")
-            coming, ring = coming_of(item, self.batch), None
-            if coming is not None:
-                self.coming[item.name] = coming = coming.contiguous()
-                ring = emission.bound(coming, "ring")
-            current = emission.projection(item, self._sources[item.source], ring)  # type: ignore[arg-type]  # a module
-            total = current if total is None else emission.add(total, current, total)
         emission.label = f"population {name!r}"
-        if total is None:
-            total = emission.bound(torch.zeros(self.batch, part.size), "no input")
         neuron = part.neuron
         if neuron is None:
             emission.refuse("an input is not run")
         rest = neuron.rest(torch.zeros(self.batch, part.size))
         self.states[name] = rest = tuple(item.contiguous() for item in rest)
         views = [emission.bound(item, kind) for kind, item in zip(neuron.states, rest, strict=True)]
+        total: View | None = None
+        for item in into:
+            emission.label = f"projection {item.name!r}"
+            coming, ring = coming_of(item, self.batch), None
+            if coming is not None:
+                self.coming[item.name] = coming = coming.contiguous()
+                ring = emission.bound(coming, "ring")
+            current = emission.projection(item, self._sources[item.source], ring)  # type: ignore[arg-type]  # a module
+            if (reversal := getattr(item, "reversal", None)) is not None:
+                driving = emission.affine(views[neuron.states.index("mem")], -1.0, reversal)
+                emission.step(Op.MULTIPLY, (current, driving), (current,))
+            total = current if total is None else emission.add(total, current, total)
+        emission.label = f"population {name!r}"
+        if total is None:
+            total = emission.bound(torch.zeros(self.batch, part.size), "no input")
         given = emission.neuron(neuron, total, views, source.ring if source.is_binary else None)
         if given is not None:
             emission.step(Op.STORE_ROW, (given, emission.clock), (source.ring,))
@@ -182,7 +184,8 @@ class PopulationProgram:
     def _bind_refill(self) -> BoundProgram | None:
         """Return a program that makes what is on its way from spikes alone."""
         emission, ops = self._emission, {Op.SEND, Op.TAKE}
-        steps = [step for step in emission.steps if step.op in ops]
+        labels = {f"projection {name!r}" for name in self._refilled()}
+        steps = [step for step in emission.steps if step.op in ops and step.label in labels]
         if not steps:
             return None
         kept = sorted({step.layer for step in steps if step.layer is not None})
@@ -202,6 +205,11 @@ class PopulationProgram:
         program = Program(buffers, steps, [_sizes(item) for item in layers], places[emission.clock.buffer])
         tensors = [emission.tensors[index] for index in used if index in emission.tensors]
         return bind(program, tensors, layers, name=f"{self.bound.record.name}, on its way")
+
+    def _refilled(self) -> list[str]:
+        """Return the projections whose ``coming`` follows from the last spikes."""
+        parts = self._graph.projections
+        return [name for name in self.coming if getattr(parts[name], "memory_steps", 0) is not None]
 
     def run(self, first: int, count: int) -> None:
         """Advance by some steps.
@@ -273,13 +281,16 @@ class PopulationProgram:
     def refill(self, first: int) -> None:
         """Make what is on its way before a step from the spikes of the steps before it, which ``outputs`` holds.
 
+        A projection whose ``memory_steps`` is None has what no last spikes give: its ``coming`` stays as it is.
+
         Args:
             first: Number of steps before.
         """
-        for ring in self.coming.values():
+        rings = [self.coming[name] for name in self._refilled()]
+        for ring in rings:
             ring.zero_()
         if self._refill is not None and first:
-            rounds = min(first, max(len(ring) for ring in self.coming.values()))
+            rounds = min(first, max(len(ring) for ring in rings))
             self.clock.fill_(first - rounds)
             self._refill(rounds=rounds)
 

@@ -27,6 +27,8 @@ class _Kinetics(nn.Module):
     What is on its way has rows behind those of the inner projection, one for each state, [rows, B, target_size].
     """
 
+    memory_steps = None
+    """A spike is never forgotten: what is on its way can't be made again from the last spikes."""
     inner: Synapses
     rows: int
     tau_syn: Parameter
@@ -175,10 +177,14 @@ class AlphaSynapses(_Kinetics):
 
     rows = 2
 
+    @property
+    def gain(self) -> Parameter:
+        """What a rising state adds to a current in a step: e · dt / tau_syn · exp(-dt / tau_syn)."""
+        return math.e * self.dt / at_least(self.dt, self.tau_syn) * self.decay
+
     def filter(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return what gives the rising states, then the currents, after a step."""
-        decay = self.decay
-        gain = math.e * self.dt / at_least(self.dt, self.tau_syn) * decay
+        decay, gain = self.decay, self.gain
 
         def step(before: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
             rising, current = before

@@ -165,6 +165,11 @@ class Izhikevich(Spiking):
         )  # fmt: skip
         self._require("dt", "1e-3 seconds at most", lambda value: value <= 1e-3 * (1 + 1e-6))
 
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of a step."""
+        return self.dt * _MS_PER_S
+
     def rest(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the state that the paper begins with, of the shape and dtype of x."""
         mem = torch.full_like(x, -65.0)
@@ -173,6 +178,7 @@ class Izhikevich(Spiking):
     def forward(self, x: torch.Tensor, *state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return spikes, recoveries and membranes, [..., n] each, from currents and the state before."""
         recovery, mem = self._state(x, state)
-        step = self.dt * _MS_PER_S
+        step = self.step_ms
         spikes, after = self._fire(mem, (), lambda v: v + step * ((0.04 * v + 5.0) * v + 140.0 - recovery + x))
-        return spikes, recovery + step * self.a * (self.b * mem - recovery) + self.d * spikes, after
+        followed = (self.b * mem - recovery) * (step * self.a)
+        return spikes, recovery + followed + self.d * spikes, after

@@ -180,10 +180,15 @@ class NetworkRuns:
             facts += [getattr(neuron, name, None) for name in ("reset", "threshold_inclusive", "reset_delay")]
             for value in (*neuron._buffers.values(), *neuron._parameters.values()):  # noqa: SLF001  # torch has no other way
                 facts.append(_mark(value))
-            facts += [getattr(neuron, name) for name in neuron.parameter_names if name not in neuron._buffers]  # noqa: SLF001  # as above
+            facts += [vars(neuron).get(name) for name in neuron.parameter_names]
         for item in self._graph.projections.values():
-            inner: Any = packed_layer(item.synapses) if hasattr(item, "synapses") else None
-            facts += [id(inner), id(getattr(item, "weight", None))]
+            synapses: Any = item
+            while synapses is not None:  # a time course, and the projection in it
+                layer = packed_layer(synapses.synapses) if hasattr(synapses, "synapses") else None
+                tau = getattr(synapses, "tau_syn", None)
+                facts += [id(layer), id(getattr(synapses, "weight", None)), getattr(synapses, "reversal", None)]
+                facts.append(_mark(tau) if isinstance(tau, torch.Tensor) else tau)
+                synapses = getattr(synapses, "inner", None)
         return tuple(facts)
 
 

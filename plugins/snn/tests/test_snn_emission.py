@@ -1,0 +1,146 @@
+"""Programs of neurons and time courses: the bits of torch's steps, by the reference, and what has no operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import q4core as q4
+from q4_nn import pack_
+from q4_programs import EmissionError
+from q4_snn import (
+    ALIF,
+    IF,
+    LI,
+    LIF,
+    AdEx,
+    AlphaSynapses,
+    CubaLIF,
+    ExpSynapses,
+    Izhikevich,
+    Network,
+    NetworkState,
+    Population,
+    Projection,
+    SparseProjection,
+    spikegen,
+)
+from q4_snn.engine import PopulationProgram
+from q4_snn.projection import coming_of
+from q4_snn.runs import runs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+STEPS, SIZE = 50, 40
+EACH = torch.arange(SIZE) % 4 * 1e-4
+NEURONS: dict[str, Callable[[], Any]] = {
+    "lif": lambda: LIF.from_beta(0.9, t_refractory=3e-4),
+    "lif of each": lambda: LIF(1e-3 + EACH, v_reset=-0.2, v_leak=0.1, reset="value", t_refractory=EACH),
+    "cuba": lambda: CubaLIF(1e-3, 5e-4, t_refractory=2e-4, threshold_inclusive=True),
+    "if": lambda: IF(t_refractory=5e-4),
+    "alif": lambda: ALIF(1e-3, 1e-2, 0.3, t_refractory=1e-4),
+    "learned": lambda: LIF.from_beta(
+        torch.nn.Parameter(torch.full((SIZE,), 0.9)), torch.nn.Parameter(torch.tensor(0.8))
+    ),
+    "izhikevich": Izhikevich,
+    "izhikevich of each": lambda: Izhikevich(0.02 + 20 * EACH, 0.2 + EACH, -65 + 1e4 * EACH, 8 - 1e4 * EACH),
+}
+WEIGHTS = {"izhikevich": 40.0, "izhikevich of each": 40.0}
+
+
+def make_network(kind: str, wrap: Callable[[Any], Any], scale: float = 1.0) -> Network:
+    """Return an input, neurons with dense and sparse synapses, and a read-out."""
+    torch.manual_seed(0)
+    pixels, cells = Population("pixels", SIZE, spikes=True), Population("cells", SIZE, NEURONS[kind]())
+    out = Population("out", 5, LI(1e-3))
+    source, target = torch.randint(SIZE, (2, 400), generator=torch.Generator().manual_seed(0))
+    weights = 0.05 * torch.rand(400, generator=torch.Generator().manual_seed(1))
+    sparse = SparseProjection(source, target, weights, 1 + torch.arange(400) % 5, sources=cells, targets=cells)
+    dense = Projection(pixels, cells, format="nf4", bias=True)
+    network = Network([pixels, cells, out], [wrap(dense), wrap(sparse), wrap(Projection(cells, out, format="nf4"))])
+    with torch.no_grad():
+        next(dense.parameters()).abs_().mul_(scale * WEIGHTS.get(kind, 3.0))
+    return network
+
+
+def run_as_program(network: Network, x: torch.Tensor, state: NetworkState | None, names: tuple[str, ...]) -> Any:
+    """Return what the network gives as a program, which the reference may run, and its state."""
+    graph, batch = network.graph, x.shape[1]
+    _, places = network.check_run(x, names)
+    populations = [name for name in graph.order if name not in graph.inputs]
+    program = PopulationProgram(graph, populations, batch=batch, packs=graph.inputs, record=places.values(), chunk=8)
+    if state is None:
+        begun = {name: coming_of(item, batch) for name, item in graph.projections.items()}
+        state = NetworkState({}, {}, {name: item for name, item in begun.items() if item is not None})
+    return runs_of(network, graph).run(program, {graph.inputs[0]: x}, state, places)
+
+
+def expect_the_same(network: Network, *, least: int = 50) -> None:
+    """Expect the bits of torch's steps, also from a state within."""
+    states = network.population("cells").neuron.states  # type: ignore[union-attr]  # it has one
+    names = ("cells", *(f"cells.{name}" for name in states), "out")
+    x = spikegen.rate(torch.full((2, SIZE), 0.2), STEPS, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session:
+        pack_(network, session)
+        expected, _ = network(x, record=names)
+        first, state = run_as_program(network, x[:21], None, names)
+        then, _ = network(x[21:], state, record=names)
+        _, state = network(x[:21])
+        last, _ = run_as_program(network, x[21:], state, names)
+    assert expected["cells"].sum() > least
+    for name, value in expected.items():
+        assert torch.equal(torch.cat([first[name], then[name]]), value), name
+        assert torch.equal(torch.cat([first[name], last[name]]), value), name
+
+
+@pytest.mark.parametrize("kind", NEURONS)
+def test_neurons(kind: str) -> None:
+    """Neurons that wait, that learned, and Izhikevich's have the bits of their ``forward``, states included."""
+    expect_the_same(make_network(kind, lambda item: item))
+
+
+@pytest.mark.parametrize("reversal", [None, 3.0])
+@pytest.mark.parametrize("kind", [ExpSynapses, AlphaSynapses])
+def test_time_courses(kind: Any, reversal: float | None) -> None:
+    """Currents and conductances of dense and sparse synapses have the bits of ``forward``, from a state too."""
+    expect_the_same(make_network("lif", lambda item: kind(item, 4e-4, reversal=reversal), 0.5))
+
+
+def test_time_constants_of_each_target() -> None:
+    """A time constant for each target, and one that learned, are those of ``forward``."""
+    taus: Iterator[Any] = iter([2e-4 + EACH, torch.nn.Parameter(torch.tensor(3e-4)), 5e-4])
+    expect_the_same(make_network("lif of each", lambda item: AlphaSynapses(item, next(taus)), 0.5))
+
+
+def test_a_program_made_again() -> None:
+    """What is on its way by time courses can't be made from the last spikes, and is left; rings alone are made."""
+    network = make_network("lif", lambda item: ExpSynapses(item, 4e-4) if isinstance(item, Projection) else item)
+    x = spikegen.rate(torch.full((2, SIZE), 0.2), 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session:
+        pack_(network, session)
+        graph = network.graph
+        program = PopulationProgram(graph, ["cells", "out"], batch=2, packs=["pixels"])
+        program.values["pixels"][:16] = x
+        program.run(0, 16)
+        before = {name: ring.clone() for name, ring in program.coming.items()}
+        assert all(bool(ring.any()) for ring in before.values())
+        program.coming["cells->cells"].fill_(7.0)
+        program.refill(16)
+    assert {*before} == {"pixels->cells", "cells->cells", "cells->out"}
+    for name, ring in program.coming.items():
+        assert torch.equal(ring, before[name]), name
+
+
+def test_neurons_without_operations() -> None:
+    """No operation is an exponential function: AdEx runs in torch, and the reason names population and class."""
+    pixels, cells = Population("pixels", 4, spikes=True), Population("cells", 4, AdEx())
+    network = Network([pixels, cells], [Projection(pixels, cells, format="nf4")])
+    with torch.no_grad(), q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session:
+        pack_(network, session)
+        with pytest.raises(EmissionError, match="population 'cells': AdEx has no operations"):
+            PopulationProgram(network.graph, ["cells"], batch=1)
+        network(torch.zeros(8, 1, 4))
+    assert any("AdEx has no operations" in reason for reason in network.record.reasons)
