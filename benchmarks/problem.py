@@ -52,8 +52,8 @@ class Problem:
         return pattern.repeat(self.repeats, *(1 for _ in pattern.shape[1:]))
 
     def x(self, rows: int) -> torch.Tensor:
-        """Return activations, float32 [rows, K]."""
-        return torch.randn(rows, self.in_features, generator=torch.Generator().manual_seed(rows))
+        """Return activations, float32 [rows, K], that no row of the weight resembles."""
+        return torch.randn(rows, self.in_features, generator=torch.Generator().manual_seed(1000 + rows))
 
     @staticmethod
     def copies(weight_bytes: int, rotation: int | None = None) -> int:

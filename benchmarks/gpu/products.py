@@ -79,10 +79,8 @@ def measure(tables: tuple[Table, ...], place: Place, budget: Budget, deadline: D
 
     Returns:
         ``tables``: one result for each shape and M; ``refused``: why a backend does not serve a format here;
-        ``left_out``: what there was no time for.
-
-    Raises:
-        WrongAnswerError: A layer computes other numbers than it should.
+        ``left_out``: what there was no time for; ``error``: a layer computes other numbers than it should, so that
+        nothing was measured after it.
     """
     found: dict[str, Any] = {"tables": [], "refused": {}, "left_out": []}
     for table in tables:
@@ -99,7 +97,10 @@ def measure(tables: tuple[Table, ...], place: Place, budget: Budget, deadline: D
                 found["left_out"].append(f"{label}, M={rows}")
                 continue
             chosen = [(one, path) for one, path in candidates if path is None or _may_run(path, rows)]
-            found["tables"].append(_measure(problem, rows, chosen, place, budget))
+            try:
+                found["tables"].append(_measure(problem, rows, chosen, place, budget))
+            except WrongAnswerError as error:
+                return {**found, "error": f"WrongAnswerError: {error}"}
         print(f"{label}: {time.perf_counter() - started:.0f} s", flush=True)
     return found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -15,10 +17,8 @@ from q4_triton_kernels.configs import config_for
 from q4_triton_kernels.target import driver_version
 from q4core import PathKind, ReasonCode, Request, Tier, find_format
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 CUDA = torch.device("cuda", 0)
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 GOOD: dict[str, Any] = {
     "torch_cuda": "13.0",
     "is_cuda_available": True,
@@ -132,6 +132,7 @@ def test_unmeasured_configurations_claim_less(is_measured: bool, monkeypatch: py
 
 def test_an_unmeasured_crossover_wins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense weights are preferred above an M that a record names, and without a record never."""
+    monkeypatch.setattr("q4_triton_kernels.backend.config_for", lambda arch: config_for(120))
     (path,) = [path for path in Plain(Facts(**GOOD)).check(_request()).paths if path.kind is PathKind.DEQUANT]
     assert (path.m, path.tier) == ((9, None), Tier.DEQUANT_GEMM)
     measured = attrs.evolve(config_for(90), measured=True, dequant_above={"blocks": 2048})
@@ -142,9 +143,19 @@ def test_an_unmeasured_crossover_wins_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_configuration_claims_what_it_has_not_measured() -> None:
-    """A crossover is data of a device that was measured."""
+    """A crossover is that of a stored result: below it a kernel was the fastest path at each M, above it the dense one."""
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("gpu-*.json")]
+    families = {"nf4": "blocks", "nvfp4": "weights"}
     for arch in (*ARCHITECTURES, None):
-        assert config_for(arch).measured or not config_for(arch).dequant_above
+        above = config_for(arch).dequant_above
+        shown = dict.fromkeys(above, 0)
+        for result in (result for result in results if result["device"]["architecture"] == f"sm_{arch}"):
+            for one in (one for one in result["crossovers"] if families[one["format"]] in above):
+                family = families[one["format"]]
+                for rows, path in one["fastest_by_rows"].items():
+                    assert path.startswith("dequant") is (int(rows) > above[family]), (arch, one["format"], rows)
+                    shown[family] += 1
+        assert all(shown.values()), (arch, shown)
 
 
 @pytest.mark.parametrize(("answer", "version"), [("*version = 13020; return 0;", 13020), ("return 3;", None)])

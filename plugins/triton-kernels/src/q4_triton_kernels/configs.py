@@ -39,7 +39,7 @@ class Config:
     """The configurations of one architecture.
 
     Args:
-        measured: Whether they were chosen by measurements on a device; otherwise they were only compiled.
+        measured: Whether tiles were chosen by measurements on a device; otherwise they run, and others may be faster.
         gemv: By rising number of rows.
         gemm: Family → tiles by rising M. Families: ``weights`` (scale × code in 16 bits, one sum), ``blocks`` (a sum
             per block), ``wide`` (x in float32).
