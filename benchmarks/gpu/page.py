@@ -62,6 +62,14 @@ def _cases(result: dict[str, Any]) -> Iterator[str]:
         yield f"| {name} | {report['cases']} | {' | '.join(map(str, numbers))} | {report['not_run']} |"
 
 
+def _spiking(result: dict[str, Any]) -> Iterator[str]:
+    layers = result["stages"].get("spiking", {}).get("layers", [])
+    if layers:
+        yield "\n| spiking network | µs a step |\n|---|---|"
+    for one in layers:
+        yield f"| {one['name']} | {one['calls']['a step']['median']:.1f} |"
+
+
 def _section(result: dict[str, Any], file: Path) -> Iterator[str]:
     device = result["device"]
     versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items() if version)
@@ -75,6 +83,7 @@ def _section(result: dict[str, Any], file: Path) -> Iterator[str]:
     yield from _targets(result)
     yield ""
     yield from _cases(result)
+    yield from _spiking(result)
     for kind in ("gemv", "gemm"):
         picture = file.with_name(f"{file.stem}-{kind}.png")
         if picture.exists():

@@ -143,7 +143,7 @@ def test_an_unmeasured_crossover_wins_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_configuration_claims_what_it_has_not_measured() -> None:
-    """A crossover is that of a stored result: below it a kernel was the fastest path at each M, above it the dense one."""
+    """A crossover is a stored result: a kernel was the fastest path at each M up to it, dense weights above it."""
     results = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("gpu-*.json")]
     families = {"nf4": "blocks", "nvfp4": "weights"}
     for arch in (*ARCHITECTURES, None):
