@@ -188,10 +188,10 @@ class PopulationProgram:
         steps = [step for step in emission.steps if step.op in ops and step.label in labels]
         if not steps:
             return None
-        kept = sorted({step.layer for step in steps if step.layer is not None})
-        layers = [emission.layers[index] for index in kept]
+        needed = sorted({step.layer for step in steps if step.layer is not None})
+        layers = [emission.layers[index] for index in needed]
         steps = [
-            Step(s.op, s.inputs, s.outputs, None if s.layer is None else kept.index(s.layer), s.numbers, s.label)
+            Step(s.op, s.inputs, s.outputs, None if s.layer is None else needed.index(s.layer), s.numbers, s.label)
             for s in steps
         ]
         used = sorted({view.buffer for step in steps for view in (*step.inputs, *step.outputs)})

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["NetworkRuns", "runs_of"]
 
 _MOST = 4
-"""Programs of a network that are kept: for so many batches and records."""
+"""Programs of a network that stay: for so many batches and records."""
 _LEAST_STEPS = 4
 """Fewer steps cost less one by one than a state's way to a program and back."""
 
@@ -46,7 +46,7 @@ class NetworkRuns:
     """The programs of a network, made when they are needed, and the reason where there is none.
 
     Args:
-        network: It is not kept alive.
+        network: It is referenced weakly.
         graph: Its graph.
     """
 
