@@ -12,17 +12,14 @@ import q4core as q4
 from benchmarks import record, spiking_circuit
 from benchmarks.gpu import ours
 from benchmarks.gpu.timing import elapsed_us, synchronize
+from q4_programs import BoundProgram, Buffer, Op, Program, SparseWeight, Step, View, bind, pack_bits, unpack_bits
 from q4_snn import LIF
-from q4_triton_kernels import machine_facts
-from q4_triton_kernels.spiking import Neurons, Spiking, SynapseTable, word_count
-from q4core.extension import LayerHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from benchmarks.gpu.deadline import Deadline
     from benchmarks.gpu.place import Place
-    from q4_snn import SparseProjection
 
 __all__ = ["measure"]
 
@@ -30,51 +27,46 @@ _SIZES, _TINY_SIZES = (2_000, 6_000), (40,)
 _RATES = (0.01, 0.03, 0.1, 0.3)
 _LAYER, _TINY_LAYER = 2048, 128
 _STEPS, _TINY_STEPS = 100, 2
-"""Steps in one graph."""
+"""Steps of one call."""
+_SUBTRACT, _VALUE = 1, 2
 
 
-class _Circuit:
-    """A circuit on the device, which runs by graphs of some steps."""
+class _Network:
+    """Neurons as a program on the device: what they get, their membranes, and the spikes of so many rounds."""
 
-    def __init__(self, synapses: SparseProjection, arrays: dict[str, Any], place: Place, steps: int, most: int) -> None:
-        device, neurons = place.device, int(arrays["neurons"])
-        self.spikes = torch.zeros(most + 1, 1, word_count(neurons), dtype=torch.int64, device=device)
-        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
-        spiking = _spiking(place)
-        mem = torch.from_numpy(arrays["start"]).to(device).view(1, -1).clone()
-        self.state = _neurons(mem, spiking_circuit.BETA, self.spikes, place, reset="value")
-        fired = torch.zeros(1, neurons, dtype=torch.int32, device=device)
-        count = torch.zeros(1, dtype=torch.int32, device=device)
-        ring = torch.zeros(len(synapses.ring), 1, neurons, device=device)
-        drive = torch.from_numpy(arrays["drive"]).to(device)
-        table = SynapseTable.of(synapses.weight, device)
-        launches = [
-            spiking.list_fired(self.spikes, self.clock, fired, count, delay=1, tick=True),
-            spiking.send(table, self.clock, fired, count, ring, delay=1),
-            spiking.advance(self.state, self.clock, given=drive, ring=ring),
-        ]
-        self._tensors = fired, count, ring, drive, table  # what the graph reads
-        self.run = spiking.captured(launches, steps)
-        self.parts = table.parts
+    def __init__(self, size: int, beta: float, *, reset: int, rounds: int, place: Place) -> None:
+        self._buffers: list[Buffer] = []
+        self.tensors: list[torch.Tensor] = []
+        self._steps: list[Step] = []
+        self._place = place
+        cells = LIF.from_beta(beta, dt=spiking_circuit.STEP_S)
+        self.clock = self.add(torch.zeros(1, 1, dtype=torch.int64))
+        self.bits = self.add(torch.zeros(rounds + 1, -(-size // 64), dtype=torch.int64))
+        self.mem, self.current = self.add(torch.zeros(1, size)), self.add(torch.zeros(1, size))
+        self._beta, self._one = self.add(torch.tensor([[float(cells.beta)]])), self.add(torch.ones(1, 1))
+        self._vector, self._reset = self._one if reset == _SUBTRACT else self.add(torch.zeros(1, 1)), reset
 
+    def add(self, tensor: torch.Tensor) -> View:
+        """Return a view of a tensor [rows, columns] as a buffer of the program."""
+        self.tensors.append(tensor.to(self._place.device))
+        self._buffers.append(Buffer(f"buffer {len(self._buffers)}", tensor.numel(), tensor.dtype, is_bound=True))
+        return View(len(self._buffers) - 1, *tensor.shape)
 
-def _spiking(place: Place) -> Spiking:
-    target = machine_facts().target(place.device)
-    if isinstance(target, tuple):
-        raise q4.BackendUnavailableError("spiking kernels", rejections=[*map(str, target)])
-    return Spiking(target, place.device)
+    def step(self, op: Op, inputs: Sequence[View], outputs: Sequence[View], **more: Any) -> None:
+        """Add a step."""
+        self._steps.append(Step(op, inputs, outputs, **more))
 
+    def bound(self, layer: Any, sizes: tuple[int, int]) -> BoundProgram:
+        """Return the program: the steps so far, then those of leaky neurons that fire above 1."""
+        self.step(Op.INTEGRATE, [self.mem, self.current, self._beta], [self.mem])
+        inputs = [self.mem, self._one, self._vector, self.clock]
+        self.step(Op.FIRE, inputs, [self.bits, self.mem], numbers=[self._reset, 0])
+        program = Program(self._buffers, self._steps, [sizes], self.clock.buffer)
+        return bind(program, self.tensors, [layer], registry=ours.registry())
 
-def _neurons(mem: torch.Tensor, beta: float, spikes: torch.Tensor, place: Place, *, reset: str) -> Neurons:
-    """Return leaky neurons that fire above 1."""
-    cells = LIF.from_beta(beta, dt=spiking_circuit.STEP_S)
-    own, threshold, zero = (torch.tensor([float(item)], device=place.device) for item in (cells.beta, 1.0, 0.0))
-    return Neurons(mem=mem, beta=own, threshold=threshold, bits=spikes, reset=reset, v_reset=zero)
-
-
-def _bits(words: torch.Tensor, neurons: int) -> torch.Tensor:
-    bits = words.cpu()[..., None] >> torch.arange(64) & 1
-    return bits.flatten(-2)[..., :neurons].bool()
+    def spikes(self, rounds: int, size: int) -> torch.Tensor:
+        """Return the spikes of the first rounds, bool [rounds, size]."""
+        return unpack_bits(self.tensors[self.bits.buffer][:rounds].cpu(), size)
 
 
 def _timed(run: Callable[[], object], steps: int, rounds: int, place: Place) -> dict[str, Any]:
@@ -98,14 +90,24 @@ def _circuit(neurons: int, place: Place) -> dict[str, Any]:
         wanted.append(fired.bool())
     cpu_us = (time.perf_counter() - started) / compared * 1e6
     events, expected = synapses.events / compared, torch.stack(wanted)
-    circuit = _Circuit(synapses, arrays, place, steps, compared + (rounds + 1) * steps)
-    for _ in range(compared // steps):
-        circuit.run()
-    found = _bits(circuit.spikes[1 : compared + 1, 0], neurons)
-    same = bool(torch.equal(found, expected)), bool(torch.equal(circuit.state.mem[0].cpu(), mem))
-    calls = {"a step": _timed(circuit.run, steps, rounds, place), "torch on the CPU": record.summary([cpu_us])}
-    facts = {"neurons": neurons, "events_per_step": events, "spikes": int(expected.sum()), "parts": circuit.parts}
-    name = f"circuit of {neurons:,} neurons, {int(expected.sum()):,} spikes {'equal' if all(same) else 'NOT EQUAL'}"
+    made = _Network(neurons, spiking_circuit.BETA, reset=_VALUE, rounds=compared + (rounds + 1) * steps, place=place)
+    weight = synapses.weight
+    ring, given = made.add(torch.zeros(weight.longest + 1, neurons)), made.add(drive.view(1, -1))
+    made.tensors[made.mem.buffer].copy_(torch.from_numpy(arrays["start"]))
+    made.step(Op.SEND, [made.bits, made.clock, ring], [ring], layer=0, numbers=[1, 1])
+    made.step(Op.TAKE, [ring, made.clock], [made.current, ring])
+    made.step(Op.ADD, [made.current, given], [made.current])
+    moved = SparseWeight(neurons, neurons, *(item.to(place.device) for item in weight.tensors()))
+    circuit = made.bound(moved, (neurons, neurons))
+    circuit(compared)
+    found = made.spikes(compared, neurons)
+    same = bool(torch.equal(found, expected)), bool(torch.equal(made.tensors[made.mem.buffer][0].cpu(), mem))
+    own = _timed(functools.partial(circuit, steps), steps, rounds, place)
+    calls = {"a step": own, "torch on the CPU": record.summary([cpu_us])}
+    backend, count = circuit.record.backend, int(expected.sum())
+    facts = {"neurons": neurons, "events_per_step": events, "spikes": count, "backend": backend}
+    verdict = "equal" if all(same) else "NOT EQUAL"
+    name = f"circuit of {neurons:,} neurons, {count:,} spikes {verdict}, {backend}"
     return {"name": name, **facts, "same_spikes": same[0], "same_membranes": same[1], "calls": calls}
 
 
@@ -121,23 +123,15 @@ def _layer(rate: float, place: Place) -> dict[str, Any]:
     for row in x:
         fired, mem = cells(row[None] @ exact.T, mem)
         wanted.append(fired[0].bool())
-    handle, given = LayerHandle(layer), x.to(place.device)
-    path = handle.segments[0].path.name
-    spikes = torch.zeros(1, 1, word_count(size), dtype=torch.int64, device=place.device).repeat(steps + 1, 1, 1)
-    clock, out = torch.zeros(1, dtype=torch.int64, device=place.device), torch.empty(1, size, device=place.device)
-    state = _neurons(torch.zeros(1, size, device=place.device), 0.9, spikes, place, reset="subtract")
-    spiking = _spiking(place)
-    advance = spiking.advance(state, clock, given=out)
-    launches: list[Callable[[], object]] = [functools.partial(clock.fill_, 0)]
-    for row in range(steps):
-        product = functools.partial(handle.backend.linear, handle.prepared, given[row : row + 1], out)
-        launches += [functools.partial(clock.add_, 1), functools.partial(product, bias=None, path=path), advance]
-    run = spiking.captured(launches, 1)
-    run()
-    differing = float((_bits(spikes[1:, 0], size) != torch.stack(wanted)).float().mean())
-    calls = {"a step": _timed(run, steps, rounds, place)}
+    made = _Network(size, 0.9, reset=_SUBTRACT, rounds=(rounds + 2) * steps, place=place)
+    given = made.add(pack_bits(x.bool()))
+    made.step(Op.SPIKES, [given, made.clock], [made.current], layer=0, numbers=[0])
+    program = made.bound(layer, (size, size))
+    program(steps)
+    differing = float((made.spikes(steps, size) != torch.stack(wanted)).float().mean())
+    calls = {"a step": _timed(functools.partial(program, steps), steps, rounds, place)}
     name = f"layer of {size} × {size}, {rate:.0%} of inputs, {differing:.2%} of spikes differ"
-    return {"name": name, "rate": rate, "differing_share": differing, "calls": calls}
+    return {"name": name, "rate": rate, "differing_share": differing, "backend": program.record.backend, "calls": calls}
 
 
 def measure(place: Place, deadline: Deadline) -> dict[str, Any]:

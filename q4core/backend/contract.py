@@ -105,7 +105,7 @@ class Backend(Protocol):
     whose gradient is refused or wrong, leaves the gradient to the core.
 
     ``bind_program(program, buffers, layers) -> Runner`` (declare op ``"program"``) binds a list of operations, which
-    one call then runs; see ``q4_programs.RunsPrograms``.
+    one call then runs; see ``q4_programs.RunsPrograms``. With the op ``"spiking"`` alone, those of spiking networks.
 
     ``spikes(prepared, x, out, *, bias) -> None`` and ``spike_limit(rows) -> float`` (declare op
     ``"spikes"``) multiply with rows of 0 and 1; see ``q4_snn.products.RunsSpikes``.

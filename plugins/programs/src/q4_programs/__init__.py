@@ -14,7 +14,7 @@ from q4_programs.ops import Op
 from q4_programs.program import Buffer, Program, Step, View
 from q4_programs.records import ProgramRecord, refuse
 from q4_programs.reference import REFERENCE
-from q4_programs.sparse import SparseBuilder, SparseWeight
+from q4_programs.sparse import SparseBuilder, SparseWeight, add_in_order
 from q4_programs.spiking import pack_bits, unpack_bits
 from q4_programs.watch import Watch
 
@@ -37,6 +37,7 @@ __all__ = [
     "Value",
     "View",
     "Watch",
+    "add_in_order",
     "bind",
     "emit_parts",
     "emit_recurrent",

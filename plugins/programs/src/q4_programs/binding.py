@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_programs.contract import BoundLayer
-from q4_programs.ops import Op
+from q4_programs.ops import SPIKING, Op
 from q4_programs.probe import find_fault
 from q4_programs.records import ProgramRecord, attach
 from q4_programs.reference import REFERENCE
@@ -190,7 +190,7 @@ def bind(
     candidates: list[Any] = [*registry.backends().values(), REFERENCE]
     for backend in candidates:
         runner = None
-        if (reason := _refusal(backend, packed, device, has_synapses=len(packed) < len(handles))) is None:
+        if (reason := _refusal(backend, program, packed, device)) is None:
             try:
                 runner = backend.bind_program(program, flat, bound)
                 own = [None if step.layer is None else _kind_of(handles[step.layer]) for step in program.steps]
@@ -205,17 +205,24 @@ def bind(
             record = ProgramRecord(name, backend.name, len(program.steps), tuple(reasons))
             attach(record, [handle.layer for handle in packed])
             return BoundProgram(program, tensors, handles, runner, backend, record)
-        is_asked = backend is REFERENCE or "program" in backend.capabilities.ops
+        is_asked = backend is REFERENCE or _ops_of(backend, program)[0] in backend.capabilities.ops
         if is_asked or any(handle.backend is backend for handle in packed):
             reasons.append(f"not {backend.name}: {reason}")
     raise BackendUnavailableError(f"no backend can run program {name!r} on {device}", rejections=reasons)
 
 
-def _refusal(backend: Any, layers: Iterable[LayerHandle], device: torch.device, *, has_synapses: bool) -> str | None:
+def _ops_of(backend: Any, program: Program) -> list[str]:
+    """Return what a backend must declare: for operations of spiking networks ``spiking`` will do."""
+    ops = {step.op for step in program.steps}
+    needed = ["spiking" if ops & SPIKING and "spiking" in backend.capabilities.ops else "program"]
+    return [*needed, "sparse"] if Op.SEND in ops else needed
+
+
+def _refusal(backend: Any, program: Program, layers: Iterable[LayerHandle], device: torch.device) -> str | None:
     """Return why a backend is not asked to bind a program, or None."""
     if backend is REFERENCE:
         return None
-    for op in ("program", "sparse") if has_synapses else ("program",):
+    for op in _ops_of(backend, program):
         if refusal := find_refusal(backend, op, device, ["bind_program"]):
             return refusal
     others = sorted({layer.backend.name for layer in layers} - {backend.name})

@@ -55,7 +55,10 @@ class Runner(Protocol):
 
 
 class RunsPrograms(Protocol):
-    """The method of a backend that declares the op ``"program"``; and ``"sparse"``, for programs with sparse synapses."""
+    """The method of a backend that declares the op ``"program"``; and ``"sparse"``, for programs with sparse synapses.
+
+    One that declares ``"spiking"`` instead of the first is given programs of spiking networks alone.
+    """
 
     def bind_program(self, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]) -> Runner:
         """Return what runs a program over buffers.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ALIASES", "IN_PLACE", "LENGTHS", "WITH_CLOCK", "WORD", "Op", "numbers_rule", "patterns_of"]
+__all__ = ["ALIASES", "IN_PLACE", "LENGTHS", "SPIKING", "WITH_CLOCK", "WORD", "Op", "numbers_rule", "patterns_of"]
 
 
 class Op(enum.Enum):
@@ -135,6 +135,8 @@ WITH_CLOCK = frozenset(Op) & {
     Op.UNPACK,
 }
 """Operations whose int64 [1, 1] is the number of the round."""
+SPIKING = WITH_CLOCK | {Op.INTEGRATE}
+"""Operations of spiking networks."""
 ALIASES: dict[Op, dict[int, int]] = {Op.INTEGRATE: {0: 0}, Op.FIRE: {1: 0, 2: 4}, Op.SEND: {0: 2}, Op.TAKE: {1: 0}}
 """Outputs that are an input: which one."""
 IN_PLACE = frozenset(Op) - WITH_CLOCK - {Op.EMBEDDING, Op.LINEAR, Op.STORE, Op.ATTENTION, Op.COPY, Op.ARGMAX, Op.TOP_K}

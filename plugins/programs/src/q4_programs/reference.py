@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from q4_programs.ops import Op
+from q4_programs.ops import WITH_CLOCK, Op
 from q4_programs.spiking import spiking_part
 from q4core import InputError, PrepareError, Reason, ReasonCode
 
@@ -67,7 +67,8 @@ class Reference:
             ]
             written.update(view.buffer for view in step.outputs)
             parts.append(spiking_part(step, inputs, outputs, module) or _part(step, inputs, outputs, module))
-        if buffers[0].is_cuda and program.clock is None:
+        is_fixed = program.clock is None and not any(step.op in WITH_CLOCK for step in program.steps)
+        if buffers[0].is_cuda and is_fixed:  # a graph can't read a clock on the CPU
             # A packed layer's rows are checked on the CPU, which no graph can do; there is one such step, the first.
             first = 1 if program.steps[0].op is Op.EMBEDDING and program.steps[0].layer is not None else 0
             parts = [*parts[:first], _captured(parts[first:], [buffers[index] for index in sorted(written)])]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["BLOCK", "MOST_DELAY", "SparseBuilder", "SparseWeight"]
+__all__ = ["BLOCK", "MOST_DELAY", "SparseBuilder", "SparseWeight", "add_in_order"]
 
 BLOCK = 32
 """Entries that share a scale and an offset; there are whole blocks of them."""
@@ -303,6 +303,21 @@ class SparseWeight:
         builder = SparseBuilder(sources, targets, len(source) if source.dim() else 0, label=label)
         builder.add(source, target, weight, delay)
         return builder.finish()
+
+
+def add_in_order(flat: torch.Tensor, place: torch.Tensor, values: torch.Tensor) -> None:
+    """Add values to places of a vector, one after the other; on a GPU too, whose own additions have no order.
+
+    Args:
+        flat: float32 [M], written.
+        place: int64 [S], any of them several times.
+        values: float32 [S].
+    """
+    if flat.device.type == "cpu":
+        flat.index_add_(0, place, values)
+    else:
+        cells, which = place.unique(return_inverse=True)
+        flat[cells] = flat[cells].cpu().index_add_(0, which.cpu(), values.cpu()).to(flat.device)
 
 
 class SparseBuilder:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_programs.ops import WORD, Op
+from q4_programs.sparse import add_in_order
 from q4core.extension import LayerHandle, find_refusal
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _send(numbers: Sequence[float], inputs: Tensors, outputs: Tensors, synapses:
     for row, fired in enumerate(ones):
         _, target, weight, delay = synapses.with_places(fired.nonzero()[:, 0])
         # One addition after the other, by the order of sources, then synapses.
-        flat.index_add_(0, ((delay + before) % slots * rows + row) * stride + target, weight)
+        add_in_order(flat, ((delay + before) % slots * rows + row) * stride + target, weight)
 
 
 def _take(numbers: Sequence[float], inputs: Tensors, outputs: Tensors) -> None:

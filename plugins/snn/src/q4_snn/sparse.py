@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import q4core as q4
-from q4_programs import SparseBuilder, SparseWeight
+from q4_programs import SparseBuilder, SparseWeight, add_in_order
 from q4_snn.population import Population, check_name
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class SparseProjection(nn.Module):
         place = (delay + now) % len(ring) * ring.shape[1] + target
         if sample is not None:
             place += sample[source] * self.target_size
-        ring.view(-1).index_add_(0, place, weight)
+        add_in_order(ring.view(-1), place, weight)
         self.events += len(target)
 
     def advance(self) -> torch.Tensor:

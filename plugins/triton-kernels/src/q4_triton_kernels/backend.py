@@ -24,6 +24,7 @@ from q4core import (
     Precision,
     PrepareContext,
     Prepared,
+    PrepareError,
     Reason,
     ReasonCode,
     Request,
@@ -34,9 +35,10 @@ from q4core import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from q4_triton_kernels.gradient import Gradient
+    from q4_triton_kernels.spiking import SpikingRunner
 
 __all__ = ["WeightOnlyBackend", "weight_only_capabilities"]
 
@@ -68,7 +70,7 @@ def weight_only_capabilities(
             Feature.ROW_GLOBAL_SCALE,
             Feature.GRADIENTS,
         },
-        ops={"linear", "input_gradient"},
+        ops={"linear", "input_gradient", "spiking", "sparse"},
     )
 
 
@@ -236,6 +238,25 @@ class WeightOnlyBackend:
     ) -> Gradient:
         is_by_row = has_row_globals(prepared.meta, prepared.tensors)
         return gradient_for(prepared.meta, dtype, out_dtype, target, device, is_by_row=is_by_row)
+
+    def bind_program(self, program: Any, buffers: Sequence[torch.Tensor], layers: Sequence[Any]) -> SpikingRunner:
+        """Bind a program of spiking networks to graphs of its rounds.
+
+        Raises:
+            PrepareError: Nothing runs kernels on the device, or there is none for an operation.
+        """
+        from q4_triton_kernels.spiking import SpikingRunner  # noqa: PLC0415  # for programs alone
+
+        target = self.target(buffers[0].device)
+        if not isinstance(target, Target):
+            raise PrepareError([*target])
+        return SpikingRunner(program, buffers, layers, target, self._run_bound)
+
+    def _run_bound(self, layer: Any, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Run a packed layer of a program by the path that was selected for so many rows."""
+        rows = len(x)
+        names = [item.path.name for item in layer.segments if item.low <= rows <= (item.high or rows)]
+        self.linear(layer.prepared, x, out, bias=layer.bias, path=names[0])
 
     def _served_target(self, device: torch.device, path: str) -> Target:
         target = self.target(device)

@@ -1,4 +1,4 @@
-"""``Spiking``: steps of spiking neurons and sparse synapses on one device, captured as a graph, with the CPU's bits."""
+"""``SpikingRunner``: programs of spiking networks on one device, in graphs of rounds, with the reference's bits."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ import attrs
 import torch
 
 from q4_triton_kernels.program import Program
-from q4core import ConfigError
+from q4core import ConfigError, InputError, PrepareError, Reason, ReasonCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from q4_triton_kernels.target import Target
 
-__all__ = ["Neurons", "Spiking", "SynapseTable", "word_count"]
+    Launch = Callable[[], object]
+    Linear = Callable[[Any, torch.Tensor, torch.Tensor], object]
+    Tensors = Sequence[torch.Tensor]
 
-_WORD = 64
-_LANES, _WORDS, _MOST_LISTED = 32, 4, 2048
-_RESETS = {"none": 0, "subtract": 1, "value": 2}
-_BLOCK, _SHORT = 32, 1 << 16
+__all__ = ["OPERATIONS", "SpikingKernels", "SpikingRunner", "SynapseTable"]
+
+_WORD, _BLOCK, _SHORT = 64, 32, 1 << 16
+_LANES, _WORDS, _COLUMNS, _MOST_LISTED = 32, 4, 256, 2048
 _SHARE = 32
-"""Synapses of a source in one stretch of targets, on average: the table of cuts takes a quarter of a byte of each."""
-
-
-def word_count(neurons: int) -> int:
-    """Return how many words of 64 bits hold the spikes of some neurons."""
-    return -(-neurons // _WORD)
+"""Entries of a source in one stretch of targets, on average: the table of cuts takes a quarter of a byte of each."""
+_GRAPH = 64
+"""Most rounds of one graph."""
+_MOVES = {"take": 0, "row": 1, "store_row": 2}
+OPERATIONS = frozenset({"integrate", "fire", "spikes", "send", "pack", "unpack", *_MOVES})
+OPERATIONS |= {"copy", "add", "multiply", "affine", "linear"}
+"""What runs, by the names of q4_programs.Op; LINEAR of packed layers alone."""
 
 
 @attrs.frozen(eq=False)
@@ -64,7 +67,7 @@ class SynapseTable:
         total = (gaps[:end].long() & 0xFFFF if gaps.dtype is torch.int16 else gaps[:end].long()).cumsum(0)
         source = torch.repeat_interleave(torch.arange(sources, device=device), counts)
         target = total + (first.long() - total[starts[:-1].clamp(max=max(end - 1, 0))])[source]
-        parts = max(1, min(word_count(targets), end // (sources * _SHARE)))
+        parts = max(1, min(-(-targets // _WORD), end // (sources * _SHARE)))
         stretch = -(-targets // parts)
         each = torch.bincount(source * parts + target // stretch, minlength=sources * parts).view(sources, parts)
         cut = torch.cat([starts[:-1, None], starts[:-1, None] + each.cumsum(1)], 1)
@@ -97,44 +100,9 @@ def _ranks(key: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@attrs.frozen(eq=False)
-class Neurons:
-    """Neurons of one population, for B samples, on a device.
-
-    Args:
-        mem: float32 [B, n], changed in place.
-        beta: float32 [n] or [1]: the share of a membrane that a step leaves.
-        threshold: float32 [n] or [1].
-        bits: int64 [slots, B, words]; the spikes of step t are in slot t % slots.
-        gain: float32 [n] or [1], a factor of the current; None for 1.
-        leak: float32 [n] or [1], added in each step; None for 0.
-        reset: ``subtract`` the threshold, set to the ``value`` of v_reset, or ``none``.
-        v_reset: float32 [n] or [1].
-        inclusive: Whether a membrane at exactly the threshold fires.
-        refractory: Steps that a neuron waits after a spike, at its reset and deaf.
-        waiting: int32 [B, n], the steps that each still waits; needed where ``refractory`` is above 0.
-    """
-
-    mem: torch.Tensor
-    beta: torch.Tensor
-    threshold: torch.Tensor
-    bits: torch.Tensor
-    gain: torch.Tensor | None = None
-    leak: torch.Tensor | None = None
-    reset: str = "subtract"
-    v_reset: torch.Tensor | None = None
-    inclusive: bool = False
-    refractory: int = 0
-    waiting: torch.Tensor | None = None
-
-
-Launch = Any
-"""A function without arguments that starts one kernel on the current stream."""
-
-
-@attrs.frozen(eq=False)
-class Spiking:
-    """Makes launches of the kernels for one device.
+@attrs.frozen
+class SpikingKernels:
+    """Kernels of spiking networks for one target, and their launches.
 
     Args:
         target: What runs them.
@@ -144,101 +112,255 @@ class Spiking:
     target: Target
     device: torch.device
 
-    def advance(
-        self,
-        neurons: Neurons,
-        clock: torch.Tensor,
-        *,
-        given: torch.Tensor | None = None,
-        ring: torch.Tensor | None = None,
-    ) -> Launch:
-        """Return the launch of a step of neurons: membranes, spikes, resets and bits.
-
-        Args:
-            neurons: What is advanced.
-            clock: int64 [1], the number of the step.
-            given: float32 [n] or [B, n], a current of every step; or [steps, B, n], of which step t takes row t.
-            ring: float32 [slots, B, n]; what arrives now is taken out of it.
-        """
-        batch, size = neurons.mem.shape
-        slots, _, words = neurons.bits.shape
-        strides = (0, 0)
-        if given is not None and given.dim() > 1:
-            strides = (size, batch * size) if given.dim() == 3 else (size, 0)  # noqa: PLR2004  # [steps, B, n]
-        program = self.advance_program(
-            given=given is not None,
-            ring=ring is not None,
-            gain=neurons.gain is not None,
-            leak=neurons.leak is not None,
-            reset=neurons.reset,
-            inclusive=neurons.inclusive,
-            refractory=neurons.refractory > 0,
+    def advance(self, *, integrate: Tensors, ring: bool, given: bool, fire: int, numbers: Sequence[float]) -> Program:
+        """Return the kernel of INTEGRATE and FIRE, as ``advance_program`` does, for the tensors of the one."""
+        return self.advance_program(
+            integrate=bool(integrate),
+            ring=ring,
+            given=given,
+            gain=len(integrate) > 3,  # noqa: PLR2004  # x, i, beta
+            leak=len(integrate) > 4,  # noqa: PLR2004  # and gain
+            fire=fire > 0,
+            reset=int(numbers[0]) if fire else 0,
+            inclusive=bool(fire and numbers[1]),
+            wait=fire > 4,  # noqa: PLR2004  # mem, threshold, vector, clock
         )
-        zero = neurons.mem
-        parameters = [neurons.beta, neurons.gain, neurons.leak, neurons.threshold, neurons.v_reset]
-        steps = [0 if item is None or item.numel() == 1 else 1 for item in parameters]
-        tensors = [
-            neurons.mem,
-            zero if given is None else given,
-            zero if ring is None else ring,
-            clock,
-            *(zero if item is None else item for item in parameters),
-            clock if neurons.waiting is None else neurons.waiting,
-            neurons.bits,
-        ]
-        numbers = [size, batch, words, 1 if ring is None else len(ring), *strides, slots, *steps, neurons.refractory]
-        return self._launch(program, (-(-words // _WORDS), batch, 1), tensors, numbers)
 
-    def list_fired(  # noqa: PLR0913  # one argument per tensor
-        self,
-        bits: torch.Tensor,
-        clock: torch.Tensor,
-        fired: torch.Tensor,
-        count: torch.Tensor,
-        *,
-        delay: int,
-        tick: bool,
-    ) -> Launch:
-        """Return the launch that lists who fired some steps ago.
+    def advance_program(self, **constants: Any) -> Program:
+        """Return the kernel of INTEGRATE and FIRE with what it is specialised on."""
+        from q4_triton_kernels.kernels.spiking import advance  # noqa: PLC0415  # needs Triton
 
-        Args:
-            bits: int64 [slots, B, words].
-            clock: int64 [1].
-            fired: int32 [B, n], written: by number, of each sample.
-            count: int32 [B], written: how many they are.
-            delay: Steps, fewer than there are slots.
-            tick: Whether the clock moves on before; of one sample alone.
+        return self._program(advance, {"WORDS": _WORDS} | {name.upper(): value for name, value in constants.items()}, 2)
+
+    def move_program(self, kind: str) -> Program:
+        """Return the kernel of TAKE, ROW or STORE_ROW."""
+        from q4_triton_kernels.kernels.spiking import move  # noqa: PLC0415  # needs Triton
+
+        return self._program(move, {"BLOCK": _COLUMNS, "KIND": _MOVES[kind]}, 2)
+
+    def pack_program(self) -> Program:
+        """Return the kernel of PACK."""
+        from q4_triton_kernels.kernels.spiking import pack  # noqa: PLC0415  # needs Triton
+
+        return self._program(pack, {"WORDS": _WORDS}, 2)
+
+    def unpack_program(self) -> Program:
+        """Return the kernel of UNPACK."""
+        from q4_triton_kernels.kernels.spiking import unpack  # noqa: PLC0415  # needs Triton
+
+        return self._program(unpack, {"WORDS": _WORDS}, 2)
+
+    def list_program(self, words: int) -> Program:
+        """Return the kernel that lists who fired, for some words of bits."""
+        from q4_triton_kernels.kernels.spiking import list_fired  # noqa: PLC0415  # needs Triton
+
+        tile = min(_MOST_LISTED, max(32, 1 << (words - 1).bit_length()))
+        return self._program(list_fired, {"WORDS": tile}, max(1, min(8, tile // 64)))
+
+    def send_program(self, *, short: bool, ranks: bool) -> Program:
+        """Return the kernel of SEND, for targets of two bytes or of four, with synapses that need ranks or without."""
+        from q4_triton_kernels.kernels.spiking import send  # noqa: PLC0415  # needs Triton
+
+        constants = {"SHORT": short, "LANES": _LANES, "BLOCK": _BLOCK, "RANKS": ranks}
+        return self._program(send, constants, 1, index_ptr="*i16" if short else "*i32")
+
+    def _program(self, kernel: Any, constants: dict[str, Any], warps: int, **types: str) -> Program:
+        types = _TYPES | types
+        names = [name for name in kernel.arg_names if name not in constants]
+        signature = {name: types.get(name, "*fp32") if name.endswith("_ptr") else "i32" for name in names}
+        index = self.device.index if self.device.type == "cuda" else None
+        key = self, kernel.__name__, *constants.items(), *types.items()
+        if key not in _MADE:
+            _MADE[key] = Program(kernel, signature, constants, (), self.target, warps, 1, device=index, fuses=False)
+        return _MADE[key]
+
+
+_MADE: dict[Any, Program] = {}
+"""Kernels of this process: equal ones are compiled and loaded once."""
+
+
+_TYPES = {
+    "clock_ptr": "*i64",
+    "bits_ptr": "*i64",
+    "odd_ptr": "*i64",
+    "list_ptr": "*i32",
+    "number_ptr": "*i32",
+    "cut_ptr": "*i64",
+    "codes_ptr": "*u8",
+    "levels_ptr": "*fp16",
+    "steps_ptr": "*u8",
+    "rank_ptr": "*u8",
+}
+"""Triton's types of the kernels' pointers that are not to float32."""
+
+
+class SpikingRunner:
+    """A bound program: its operations as launches, and graphs of many rounds of them.
+
+    Args:
+        program: Of q4-programs.
+        buffers: Flat.
+        layers: Bound.
+        target: What runs the kernels.
+        linear: Runs a bound layer: x, out.
+
+    Raises:
+        PrepareError: An operation is none of these kernels', or code does not compile or load.
+    """
+
+    def __init__(self, program: Any, buffers: Tensors, layers: Sequence[Any], target: Target, linear: Linear) -> None:
+        names = [f"{step.op.value} of dense numbers" if _is_dense(step) else step.op.value for step in program.steps]
+        if missing := sorted({*names} - OPERATIONS):
+            raise PrepareError([Reason(ReasonCode.FEATURE, f"no kernel for {', '.join(missing)}")])
+        self._buffers, self._layers, self._run_layer = buffers, layers, linear
+        self._device = buffers[0].device
+        self._kernels = SpikingKernels(target, self._device)
+        self._clock = None if program.clock is None else buffers[program.clock]
+        clocks = {view.buffer for step in program.steps for view, name in step.patterns() if name == "i11"}
+        self._clocks = [buffers[index] for index in sorted(clocks)]
+        self._lists: dict[tuple[Any, float], Tensors] = {}
+        self._launches: list[Launch] = []
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        tables = {step.layer for step in program.steps if step.op.value == "send"}
+        self._tables = {index: SynapseTable.of(layers[index].prepared, self._device) for index in tables}
+        steps = [*program.steps]
+        while steps:
+            step, after = steps.pop(0), steps[0] if steps else None
+            if (
+                step.op.value == "integrate"
+                and after
+                and after.op.value == "fire"
+                and after.inputs[0] == step.inputs[0]
+            ):
+                self._advance(step, steps.pop(0))
+            elif step.op.value in {"integrate", "fire"}:
+                self._advance(*((step, None) if step.op.value == "integrate" else (None, step)))
+            else:
+                getattr(self, f"_{step.op.value}", self._move)(step, *self._views(step))
+
+    def __call__(self, rounds: int = 1) -> None:
+        """Run every step, for some rounds.
+
+        Raises:
+            InputError: A clock is negative. Nothing has been written.
         """
-        slots, batch, words = bits.shape
-        if tick and batch > 1:
-            raise ConfigError("list of spikes", name="tick", rule="of one sample", value=batch)
-        program = self.list_program(words, tick=tick)
-        numbers = [words, fired.shape[1], slots, batch, delay]
-        return self._launch(program, (batch, 1, 1), [bits, clock, fired, count], numbers)
+        for clock in self._clocks:
+            if (value := int(clock)) < 0:
+                raise InputError("program", name="clock", rule="0 or more", value=value)
+        if self._device.type != "cuda":
+            with torch.inference_mode():
+                for _ in range(rounds):
+                    self._round()
+            return
+        with torch.cuda.device(self._device):
+            while rounds:
+                count = min(_GRAPH, 1 << rounds.bit_length() - 1)
+                self._graph(count).replay()
+                rounds -= count
 
-    def send(  # noqa: PLR0913  # one argument per tensor
-        self,
-        synapses: SynapseTable,
-        clock: torch.Tensor,
-        fired: torch.Tensor,
-        count: torch.Tensor,
-        ring: torch.Tensor,
-        *,
-        delay: int,
-    ) -> Launch:
-        """Return the launch that adds the weights of who fired to a ring, by source and by synapse.
+    def _graph(self, rounds: int) -> torch.cuda.CUDAGraph:
+        if rounds not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.inference_mode(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(rounds):
+                    self._round()
+            self._graphs[rounds] = graph
+        return self._graphs[rounds]
 
-        Args:
-            synapses: Of the sources.
-            clock: int64 [1].
-            fired: int32 [B, sources], as ``list_fired`` writes it.
-            count: int32 [B].
-            ring: float32 [slots, B, targets], more slots than the longest delay.
-            delay: Steps since they fired.
-        """
-        slots, batch, targets = ring.shape
-        table = synapses
-        program = self.send_program(index=table.index.dtype, has_ranks=table.ranks > 1)
+    def _round(self) -> None:
+        for launch in self._launches:
+            launch()
+        if self._clock is not None:
+            self._clock.add_(1)
+
+    # -- operations
+
+    def _views(self, step: Any) -> tuple[Tensors, Tensors]:
+        """Return a tensor for each input and each output; lists of who fired end where their bits are written."""
+        for view in step.outputs:
+            self._lists = {key: value for key, value in self._lists.items() if key[0].buffer != view.buffer}
+        both = ([view.of(self._buffers[view.buffer]) for view in views] for views in (step.inputs, step.outputs))
+        inputs, outputs = both
+        return inputs, outputs
+
+    def _add_launch(self, program: Program, grid: tuple[int, int], tensors: Tensors, numbers: Sequence[int]) -> None:
+        program.load()
+        self._launches.append(functools.partial(program, (*grid, 1), *tensors, *numbers))
+
+    def _advance(self, integrate: Any, fire: Any) -> None:
+        """INTEGRATE, FIRE, or both in one launch."""
+        moved = self._views(integrate)[0] if integrate else []
+        fired, written = self._views(fire) if fire else ([], [])
+        mem = (moved or fired)[0]
+        parts = [*moved[1:], *[mem] * (5 - len(moved))][:4]
+        current, beta, gain, leak = parts
+        threshold, reset, clock, count, before, wait = (*fired[1:], *[mem] * (7 - len(fired)))[:6]
+        bits = written[0] if fire else mem
+        numbers = fire.numbers if fire else ()
+        program = self._kernels.advance(integrate=moved, ring=False, given=True, fire=len(fired), numbers=numbers)
+        rows, columns = mem.shape
+        steps = [_step(item) for item in (beta, gain, leak, threshold, reset, wait)]
+        strides = [mem, current, mem, threshold, count, before, bits]
+        sizes = [columns, rows, 1, len(bits) // rows, *(item.stride(0) for item in strides), *steps]
+        if fire and len(threshold) == 1:
+            sizes[7] = 0
+        tensors = [mem, current, mem, clock, beta, gain, leak, threshold, reset, count, before, wait, bits]
+        self._add_launch(program, (-(-columns // (_WORDS * _WORD)), rows), tensors, sizes)
+
+    def _move(self, step: Any, inputs: Tensors, outputs: Tensors) -> None:
+        """TAKE, ROW and STORE_ROW."""
+        kind = step.op.value
+        ring, x = (outputs[0], inputs[0]) if kind == "store_row" else (inputs[0], outputs[0])
+        rows, columns = x.shape
+        lag = int(step.numbers[0]) if step.numbers else 0
+        numbers = [columns, rows, len(ring) // rows, ring.stride(0), x.stride(0), lag]
+        grid = -(-columns // _COLUMNS), rows
+        self._add_launch(self._kernels.move_program(kind), grid, [ring, x, inputs[1]], numbers)
+
+    def _pack(self, step: Any, inputs: Tensors, outputs: Tensors) -> None:
+        del step
+        (x, clock), (bits, odd) = inputs, outputs
+        rows, columns = x.shape
+        slots = len(bits) // rows, len(odd) // rows
+        numbers = [columns, rows, *slots, x.stride(0), bits.stride(0), odd.stride(0)]
+        grid = -(-columns // (_WORDS * _WORD)), rows
+        self._add_launch(self._kernels.pack_program(), grid, [x, clock, bits, odd], numbers)
+
+    def _unpack(self, step: Any, inputs: Tensors, outputs: Tensors) -> None:
+        (bits, clock), (x,) = inputs, outputs
+        rows, columns = x.shape
+        numbers = [columns, rows, bits.shape[1], len(bits) // rows, bits.stride(0), x.stride(0), int(step.numbers[0])]
+        grid = -(-columns // (_WORDS * _WORD)), rows
+        self._add_launch(self._kernels.unpack_program(), grid, [bits, clock, x], numbers)
+
+    def _spikes(self, step: Any, inputs: Tensors, outputs: Tensors) -> None:
+        layer = self._layers[step.layer]
+        x = torch.empty(len(outputs[0]), layer.module.in_features, device=self._device)
+        self._unpack(step, inputs, [x])
+        self._product(layer, x, outputs[0])
+
+    def _linear(self, step: Any, inputs: Tensors, outputs: Tensors) -> None:
+        self._product(self._layers[step.layer], inputs[0], outputs[0])
+
+    def _product(self, layer: Any, x: torch.Tensor, out: torch.Tensor) -> None:
+        whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        self._launches.append(functools.partial(self._run_layer, layer, x, whole))
+        if whole is not out:
+            self._launches.append(functools.partial(out.copy_, whole))
+
+    def _send(self, step: Any, inputs: Tensors, outputs: Tensors) -> None:
+        (bits, clock, _), (ring,) = inputs, outputs
+        table, (lag, rows) = self._tables[step.layer], map(int, step.numbers)
+        key = step.inputs[0], lag
+        if key not in self._lists:
+            room = bits.shape[1] * _WORD
+            fired = torch.empty(rows, room, dtype=torch.int32, device=self._device)
+            count = torch.empty(rows, dtype=torch.int32, device=self._device)
+            numbers = [bits.shape[1], room, bits.stride(0), len(bits) // rows, rows, lag]
+            program = self._kernels.list_program(bits.shape[1])
+            self._add_launch(program, (rows, 1), [bits, clock, fired, count], numbers)
+            self._lists[key] = fired, count
+        fired, count = self._lists[key]
         tensors = [
             fired,
             count,
@@ -251,90 +373,30 @@ class Spiking:
             table.rank,
             ring,
         ]
-        numbers = [batch, targets, slots, table.parts, fired.shape[1], delay, table.ranks]
-        return self._launch(program, (table.parts, batch, 1), tensors, numbers)
+        numbers = [rows, len(ring) // rows, table.parts, fired.shape[1], ring.stride(0), lag, table.ranks]
+        program = self._kernels.send_program(short=table.index.dtype is torch.int16, ranks=table.ranks > 1)
+        self._add_launch(program, (table.parts, rows), tensors, numbers)
 
-    def captured(self, launches: Sequence[Launch], steps: int) -> Callable[[], object]:
-        """Return what runs launches in their order, so many times: one CUDA graph where the device is one.
+    def _copy(self, step: Any, inputs: Tensors, outputs: Tensors) -> None:
+        del step
+        self._launches.append(functools.partial(outputs[0].copy_, inputs[0]))
 
-        Nothing runs while it is made.
-        """
-        if self.device.type != "cuda":
+    def _add(self, step: Any, inputs: Tensors, outputs: Tensors) -> None:
+        function: Any = torch.add if step.op.value == "add" else torch.mul
+        self._launches.append(functools.partial(function, *inputs, out=outputs[0]))
 
-            def run() -> None:
-                for _ in range(steps):
-                    for launch in launches:
-                        launch()
+    _multiply = _add
 
-            return run
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph):
-            for _ in range(steps):
-                for launch in launches:
-                    launch()
-        return graph.replay
+    def _affine(self, step: Any, inputs: Tensors, outputs: Tensors) -> None:
+        out, (factor, term) = outputs[0], step.numbers
+        self._launches.append(functools.partial(torch.mul, inputs[0], factor, out=out))
+        self._launches.append(functools.partial(out.add_, term))
 
-    # -- programs
 
-    def advance_program(  # noqa: PLR0913  # what it is specialised on
-        self, *, given: bool, ring: bool, gain: bool, leak: bool, reset: str, inclusive: bool, refractory: bool
-    ) -> Program:
-        """Return the kernel of ``advance`` with what it is specialised on."""
-        from q4_triton_kernels.kernels.spiking import advance  # noqa: PLC0415  # needs Triton
+def _is_dense(step: Any) -> bool:
+    return step.op.value == "linear" and step.layer is None
 
-        floats = ("mem", "given", "ring", "beta", "gain", "leak", "threshold", "reset")
-        names = [name.removesuffix("_ptr") for name in advance.arg_names if name.endswith("_ptr")]
-        kinds = {"clock": "*i64", "bits": "*i64", "wait": "*i32"} | dict.fromkeys(floats, "*fp32")
-        signature = {f"{name}_ptr": kinds[name] for name in names}
-        constants = {
-            "WORDS": _WORDS,
-            "GIVEN": given,
-            "RING": ring,
-            "GAIN": gain,
-            "LEAK": leak,
-            "RESET": _RESETS[reset],
-            "INCLUSIVE": inclusive,
-            "WAIT": refractory,
-        }
-        return self._program(advance, signature, constants, 2)
 
-    def list_program(self, words: int, *, tick: bool) -> Program:
-        """Return the kernel of ``list_fired`` for some words of bits."""
-        from q4_triton_kernels.kernels.spiking import list_fired  # noqa: PLC0415  # needs Triton
-
-        signature = {"bits_ptr": "*i64", "clock_ptr": "*i64", "list_ptr": "*i32", "count_ptr": "*i32"}
-        tile = min(_MOST_LISTED, max(32, 1 << (words - 1).bit_length()))
-        return self._program(list_fired, signature, {"WORDS": tile, "TICK": tick}, max(1, min(8, tile // 64)))
-
-    def send_program(self, *, index: torch.dtype, has_ranks: bool) -> Program:
-        """Return the kernel of ``send`` for some dtypes of a table."""
-        from q4_triton_kernels.kernels.spiking import send  # noqa: PLC0415  # needs Triton
-
-        is_short = index is torch.int16
-        signature = {
-            "list_ptr": "*i32",
-            "count_ptr": "*i32",
-            "clock_ptr": "*i64",
-            "cut_ptr": "*i64",
-            "index_ptr": "*i16" if is_short else "*i32",
-            "codes_ptr": "*u8",
-            "levels_ptr": "*fp16",
-            "steps_ptr": "*u8",
-            "rank_ptr": "*u8",
-            "ring_ptr": "*fp32",
-        }
-        constants = {"SHORT": is_short, "LANES": _LANES, "BLOCK": _BLOCK, "RANKS": has_ranks}
-        return self._program(send, signature, constants, 1)
-
-    def _program(self, kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Program:
-        numbers = [name for name in kernel.arg_names if name not in signature and name not in constants]
-        signature = signature | dict.fromkeys(numbers, "i32")
-        index = self.device.index if self.device.type == "cuda" else None
-        return Program(kernel, signature, constants, (), self.target, warps, 1, device=index, fuses=False)
-
-    @staticmethod
-    def _launch(
-        program: Program, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor], numbers: Sequence[int]
-    ) -> Launch:
-        program.load()
-        return functools.partial(program, grid, *tensors, *numbers)
+def _step(vector: torch.Tensor) -> int:
+    """Return the distance from one number of a vector to the next."""
+    return 1 if vector.shape[-1] > 1 else 0
