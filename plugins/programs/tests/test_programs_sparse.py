@@ -105,6 +105,9 @@ def test_cuts_give_each_part_its_own_targets(targets: int, count: int, dtype: to
             assert bool(((found >= low) & (found < high)).all())
             walked += end - first
     assert walked == int(made.starts[-1])
+    whole = made.cuts([])
+    assert torch.equal(whole[0], torch.stack([made.starts[:-1], made.starts[1:]], 1))
+    assert torch.equal(whole[1][:, 0], made.first)
 
 
 def test_a_synapse_takes_less_than_2_7_bytes() -> None:

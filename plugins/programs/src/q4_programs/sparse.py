@@ -168,14 +168,15 @@ class SparseWeight:
         entries = torch.empty((self.sources, parts + 1), dtype=torch.int64, device=self.device)
         targets = torch.zeros((self.sources, parts), dtype=torch.int32, device=self.device)
         entries[:, 0], entries[:, -1], targets[:, 0] = self.starts[:-1], self.starts[1:], self.first
+        begins = torch.tensor([*bounds], dtype=torch.int64, device=self.device)
         for low, high, source, found in self._targets():
-            start, first = self.starts[low:high], int(self.starts[low])
-            for part, bound in enumerate(bounds, 1):
-                below = torch.bincount(source[found < bound], minlength=high - low)
-                entries[low:high, part] = start + below
-                last = (entries[low:high, part] - 1 - first).clamp(min=0)
-                before = found[last] if len(found) else last
-                targets[low:high, part] = torch.where(below > 0, before, self.first[low:high].long()).int()
+            first = self.starts[low:high, None]
+            rows = torch.arange(high - low, device=self.device)[:, None] * self.targets
+            place = torch.searchsorted(source * self.targets + found, rows + begins)
+            entries[low:high, 1:-1] = place + first[0]
+            before = found[(place - 1).clamp(min=0)] if len(found) else place
+            is_first = place + first[0] == first
+            targets[low:high, 1:] = torch.where(is_first, self.first[low:high, None].long(), before).int()
         return entries, targets
 
     def _targets(self) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
