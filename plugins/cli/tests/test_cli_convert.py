@@ -391,6 +391,16 @@ def test_small_files_belong_to_what_is_continued(name: str, tmp_path: Path) -> N
     assert identity_of(source) != before
 
 
+def test_external_data_belong_to_what_is_continued(tmp_path: Path) -> None:
+    """A run does not go on after a file of an ONNX model's external data changed."""
+    source, data = tmp_path / "model.onnx", tmp_path / "weights"
+    source.write_bytes(b"model")
+    data.write_bytes(b"first")
+    before = identity_of(source)
+    data.write_bytes(b"other data")
+    assert identity_of(source) != before
+
+
 @pytest.mark.parametrize("order", [(256, 576), (576, 256)])
 def test_a_layer_does_not_decide_on_others(
     order: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

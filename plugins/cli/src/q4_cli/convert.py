@@ -65,7 +65,7 @@ def convert(  # noqa: PLR0913  # one argument per option
 ) -> None:
     """Store a packed checkpoint in another dialect; codes and scales stay exactly what they are.
 
-    For example: q4 convert Qwen3-0.6B-AWQ Qwen3-0.6B-GPTQ --dialect gptq. A run that was killed goes on where it ended.
+    For example: q4 convert Qwen3-0.6B-AWQ Qwen3-0.6B-GPTQ --dialect gptq. A run that was killed resumes where it ended.
     """
     started = time.perf_counter()
     with open_output(as_json=as_json) as output, open_file(source, dialect=read_as) as checkpoint:

@@ -259,15 +259,15 @@ def _clear(folder: Path, *, is_all: bool) -> None:
 
 
 def identity_of(path: Path, **facts: Any) -> str:
-    """Return a text that is the same as long as the files of a checkpoint and the facts of a command are."""
+    """Return a text that is the same as long as the files of a checkpoint and the facts of a command are.
+
+    The external data of an ONNX file may have any name, so that every file next to it counts.
+    """
     is_several = path.is_dir() or path.name.endswith(".index.json") or "-of-" in path.name
     home = path if path.is_dir() else path.parent
     found = [item for item in home.iterdir() if item.is_file()]
-    files = [
-        item
-        for item in found
-        if item == path or item.name in _CONFIGS or (is_several and item.name.endswith((*_WEIGHT_FILES, "config.json")))
-    ]
+    several = ("",) if path.suffix == ".onnx" else (*_WEIGHT_FILES, "config.json") if is_several else ()
+    files = [item for item in found if item == path or item.name in _CONFIGS or item.name.endswith(several)]
     states = [[str(item.absolute()), item.stat().st_size, item.stat().st_mtime_ns] for item in sorted(files)]
     return json.dumps({"files": states, "version": q4.__version__, **facts}, sort_keys=True)
 
