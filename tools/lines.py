@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".cpp", ".c", ".h", ".hpp", ".cu", ".cuh"}
 NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
-    "q4core": 11_720,
+    "q4core": 11_730,
     "plugins/actors": 6_720,
     "plugins/cli": 3_270,
     "plugins/cpu-native": None,
