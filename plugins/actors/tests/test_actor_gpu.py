@@ -10,6 +10,7 @@ import q4core as q4
 from q4_actors import ActorSystem, share
 from q4_snn import LIF, Network, Population, Projection
 from q4_snn.actors import ActorNetwork
+from q4core.extension import LayerHandle
 from tests.support.limits import scaled
 
 pytestmark = pytest.mark.gpu
@@ -26,12 +27,12 @@ def _layer(rows: int = 128, columns: int = 96) -> q4.Q4Linear:
 def test_actors_compute_with_a_layer_on_the_gpu() -> None:
     """Actors on threads give the layer's own bits over its own memory, where the layer lies."""
     layer, x = _layer(), torch.randn(3, 96, device="cuda")
-    held = torch.cuda.memory_allocated()
     with ActorSystem("threads") as system:
         weight = system.share(layer)
         refs = [system.spawn(Layered, weight, name=f"a{index}") for index in range(3)]
         assert all(torch.equal(ref.ask(x, timeout=scaled(LIMIT_S)), layer(x)) for ref in refs)
-        assert torch.cuda.memory_allocated() - held < weight.nbytes
+        own, made = LayerHandle(layer), LayerHandle(weight.layer())
+        assert [item.data_ptr() for item in made.tensors] == [item.data_ptr() for item in own.tensors]
     with pytest.raises(q4.LifecycleError, match="closed"):
         weight.layer()
 

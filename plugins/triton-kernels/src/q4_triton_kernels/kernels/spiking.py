@@ -79,7 +79,7 @@ def advance(
         if RESET != 0:
             reset = tl.load(reset_ptr + n * reset_step, mask=here, other=0.0)
             if RESET == SUBTRACT:
-                mem = tl.where(fired, mem - reset, mem)
+                mem = mem - reset * fired.to(tl.float32)
             else:
                 mem = tl.where(fired, reset, mem)
         bits = tl.sum(fired.to(tl.int64) << lane[None, :].to(tl.int64), axis=1)
