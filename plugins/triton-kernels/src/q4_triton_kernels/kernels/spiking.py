@@ -75,7 +75,8 @@ def advance(
             mem = tl.where(held, before, mem)
             fired = fired & (count <= 0)
             steps = tl.load(wait_ptr + n * wait_step, mask=here, other=0.0)
-            tl.store(counted, tl.where(fired, steps, tl.where(held, count - 1, count)), mask=here)
+            left = tl.where(count - 1 < 0, 0.0, count - 1)
+            tl.store(counted, tl.where(fired, steps, left), mask=here)
         if RESET != 0:
             reset = tl.load(reset_ptr + n * reset_step, mask=here, other=0.0)
             if RESET == SUBTRACT:
