@@ -15,7 +15,11 @@ from q4_snn import (
     IF,
     LI,
     LIF,
+    AdEx,
+    AlphaSynapses,
     CubaLIF,
+    ExpSynapses,
+    Izhikevich,
     Network,
     NirError,
     Population,
@@ -369,6 +373,17 @@ def test_refused_graphs(nir: Any) -> None:
     with pytest.raises(NirError) as caught:
         to_nir(Network([a, b], [Projection(a, b)]))
     assert (caught.value.where, caught.value.value) == ("b", "ALIF")
+    for neuron in (AdEx(dt=1e-3), Izhikevich(dt=1e-3)):
+        b = Population("b", 3, neuron)
+        network = Network([a, b], [Projection(a, b)])
+        with pytest.raises(NirError, match="which NIR has") as caught:
+            to_nir(network)
+        assert (caught.value.where, caught.value.value) == ("b", type(neuron).__name__)
+    b = Population("b", 3, LIF(1e-3))
+    for kind in (ExpSynapses, AlphaSynapses):
+        with pytest.raises(NirError, match="a Projection, as NIR has dense weights alone") as caught:
+            to_nir(Network([a, b], [kind(Projection(a, b), 1e-3)]))
+        assert (caught.value.where, caught.value.value) == ("a->b", kind.__name__)
     b, one = Population("b", 3, LIF(1e-3)), torch.ones(1, dtype=torch.int64)
     sparse = SparseProjection(one, one, torch.ones(1), one, sources=b, targets=b)
     with pytest.raises(NirError, match="a Projection, as NIR has dense weights alone") as caught:

@@ -1,4 +1,4 @@
-"""What NEST and Brian2 computed for single neurons, written by ``plugins/snn/tests/golden/make.py``."""
+"""What NEST, Brian2 and Norse computed for single neurons, written by ``plugins/snn/tests/golden``."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 
 __all__ = ["case", "run", "steps_of"]
 
-_FILE = Path(__file__).parents[2] / "plugins" / "snn" / "tests" / "golden" / "simulators.json"
+_FOLDER = Path(__file__).parents[2] / "plugins" / "snn" / "tests" / "golden"
 
 
 @functools.cache
-def _golden() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
+def _golden(file: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((_FOLDER / file).read_text(encoding="utf-8"))
     return found
 
 
-def case(name: str) -> dict[str, Any]:
-    """Return what a simulator computed; states over time as float64."""
-    found = _golden()["cases"][name]
-    states = {key: torch.tensor(found[key], dtype=torch.float64) for key in ("v", "u", "w", "ex", "in") if key in found}
-    return {**found, **states}
+def case(name: str, file: str = "simulators.json") -> dict[str, Any]:
+    """Return what a simulator computed; currents and states over time as float64."""
+    found = _golden(file)["cases"][name]
+    names = {"x", "v", "u", "w", "rho", "ex", "in"} & {*found}
+    return {**found, **{key: torch.tensor(found[key], dtype=torch.float64) for key in names}}
 
 
 def steps_of(which: str) -> list[int]:
     """Return the steps in which ``exciting`` or ``inhibiting`` spikes reach NEST's neurons."""
-    found: list[int] = _golden()[which]
+    found: list[int] = _golden("simulators.json")[which]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,19 @@ import torch
 
 import q4core as q4
 from q4_nn import STELinear, pack_
-from q4_snn import LI, LIF, CubaLIF, Network, NonFiniteStateError, Population, Projection, spikegen
+from q4_snn import (
+    LI,
+    LIF,
+    AdEx,
+    AlphaSynapses,
+    CubaLIF,
+    ExpSynapses,
+    Network,
+    NonFiniteStateError,
+    Population,
+    Projection,
+    spikegen,
+)
 from q4core import ConfigError, FormatError, InputError
 
 if TYPE_CHECKING:
@@ -97,6 +110,45 @@ def test_truncated_backpropagation() -> None:
     through = torch.autograd.grad(network(x[11:], state)[0]["out"].sum(), weights)
     assert not torch.equal(found[0], through[0])
     assert after.neurons["hidden"][0].requires_grad
+
+
+def test_states_of_neurons_that_wait() -> None:
+    """A state without steps to wait is refused by neurons that wait, and the other way around."""
+    pixels = Population("pixels", 16)
+    networks = [
+        Network([pixels, cells], [Projection(pixels, cells)])
+        for cells in (Population("cells", 3, LIF(1e-3)), Population("cells", 3, LIF(1e-3, t_refractory=1e-3)))
+    ]
+    states = [network(spikes())[1] for network in networks]
+    for network, state, names in ((networks[0], states[1], "mem"), (networks[1], states[0], "mem, refractory")):
+        with pytest.raises(InputError, match=f"population 'cells': state must be the tensors of {names}, got"):
+            network(spikes(), state)
+
+
+def pickled(network: Network) -> Network:
+    """Return what comes back from a pickle."""
+    found: Network = pickle.loads(pickle.dumps(network))  # noqa: S301  # made here
+    return found
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickled])
+def test_copies_of_networks(how: Callable[[Network], Network]) -> None:
+    """A copy and a pickle of neurons that wait, learn and have time courses give the same bits."""
+    torch.manual_seed(0)
+    pixels, cells = Population("pixels", 16), Population("cells", 8, AdEx(t_refractory=1e-3))
+    share, tau = torch.nn.Parameter(torch.full((8,), 0.9)), torch.nn.Parameter(torch.tensor(1e-3))
+    out = Population("out", 8, LIF.from_beta(share, t_refractory=torch.arange(8) * 1e-4))
+    parts = [
+        ExpSynapses(Projection(pixels, cells), tau, reversal=20.0),
+        AlphaSynapses(Projection(cells, out), 1e-3),
+        Projection(pixels, out, name="direct"),
+    ]
+    network = Network([pixels, cells, out], parts)
+    other, names = how(network), ("cells.mem", "out", "out.refractory")
+    assert [*other.state_dict()] == [*network.state_dict()]
+    found, expected = other(spikes(), record=names)[0], network(spikes(), record=names)[0]
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert expected["out.refractory"].any()
 
 
 def test_neurons_that_learn_in_a_network() -> None:

@@ -1,4 +1,4 @@
-"""Neurons and synapses against NEST and Brian2, by what these computed (``golden/make.py``), in float64."""
+"""Neurons against NEST, Brian2 and Norse, by what these computed (folder ``golden``), in float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from q4_snn import LIF
+from q4_snn import LIF, AdEx, CubaLIF, Izhikevich
 from tests.support.simulators import case, run, steps_of
 
 
@@ -40,3 +40,43 @@ def test_refractory_neurons_of_brian() -> None:
     assert fired == theirs["fired"]
     assert len(fired) == 2
     torch.testing.assert_close(mem, theirs["v"], rtol=1e-12, atol=1e-12)
+
+
+def test_refractory_neurons_of_norse() -> None:
+    """Membranes, spikes and the steps that are left are those of Norse's ``lif_refrac_feed_forward_step``."""
+    theirs = case("refractory", "norse.json")
+    facts = theirs["params"]
+    neuron = CubaLIF(
+        1 / facts["tau_mem_inv"], 1 / facts["tau_syn_inv"], 1.0, facts["v_leak"], facts["v_th"], facts["v_reset"],
+        dt=1e-3, reset="value", t_refractory=5e-3,
+    )  # fmt: skip
+    fired, (_, mem, waits) = run(neuron, theirs["x"])
+    assert fired == theirs["fired"]
+    assert len(fired) > 10
+    torch.testing.assert_close(mem, theirs["v"], rtol=1e-12, atol=1e-12)
+    assert torch.equal(waits, theirs["rho"])
+
+
+def test_adex_of_norse() -> None:
+    """Norse's ``lif_adex_feed_forward_step`` is AdEx with the threshold at the rheobase, in units of its own."""
+    theirs = case("adex", "norse.json")
+    facts = theirs["params"]
+    neuron = AdEx(
+        1 / facts["tau_mem_inv"], 1 / facts["tau_ada_inv"], 1.0, facts["adaptation_current"], facts["adaptation_spike"],
+        facts["delta_T"], facts["v_leak"], facts["v_th"], facts["v_th"], facts["v_reset"], dt=1e-3,
+    )  # fmt: skip
+    fired, (adapt, mem) = run(neuron, theirs["x"])
+    assert fired == theirs["fired"]
+    assert len(fired) > 3
+    torch.testing.assert_close(mem, theirs["v"], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(adapt, theirs["w"], rtol=1e-11, atol=1e-11)
+
+
+def test_izhikevich_of_norse() -> None:
+    """Norse's Izhikevich neurons take steps of 0.25 ms by its default ``tau_inv``."""
+    theirs = case("izhikevich", "norse.json")
+    fired, (recovery, mem) = run(Izhikevich(**theirs["params"], dt=2.5e-4), theirs["x"])
+    assert fired == theirs["fired"]
+    assert len(fired) == 3
+    torch.testing.assert_close(mem, theirs["v"], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(recovery, theirs["u"], rtol=1e-9, atol=1e-9)
