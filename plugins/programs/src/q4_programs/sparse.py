@@ -126,6 +126,11 @@ class SparseWeight:
         """The longest delay, in steps; a ring of what is on its way has one row more."""
         return int(self.steps.max())
 
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether every entry of a source is a synapse."""
+        return self.synapses == int(self.starts[-1])
+
     def synapses_of(self, spiking: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return target (int64), weight (float32), delay (int64) of all synapses of sources (int64 [n]), in order."""
         return self.with_places(spiking)[1:]
@@ -144,14 +149,15 @@ class SparseWeight:
         )
         target = total + (self.first[spiking].long() - before)[place]
         steps = self.steps[entry].long()
-        real = steps != 0
-        if not bool(real.all()):
+        if not self._is_plain:
+            real = steps != 0
             place, entry, target, steps = place[real], entry[real], target[real], steps[real]
         return place, target, self._weights(entry), steps
 
     def _weights(self, entry: torch.Tensor) -> torch.Tensor:
         code = self.codes[entry >> 1] >> ((entry & 1) * 4).to(torch.uint8) & 15
-        scale, offset = self.levels[entry // BLOCK].view(torch.float16).float().unbind(-1)
+        pairs = self.levels.view(torch.int32).view(-1)[entry // BLOCK]  # a gather of single numbers is faster
+        scale, offset = pairs.view(torch.float16).view(-1, 2).float().unbind(-1)
         return offset + scale * code.float()  # the product is exact
 
     def cuts(self, bounds: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

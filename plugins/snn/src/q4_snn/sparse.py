@@ -180,9 +180,14 @@ class SparseProjection(nn.Module):
     @property
     def ring(self) -> torch.Tensor:
         """float32 [longest delay + 1, targets], the input of coming steps of ``deliver`` and ``advance``."""
-        if self._ring is None or self._ring.device != self.weight.device:
+        if self._ring is None:
             self._ring = self.coming(1)[:, 0]
         return self._ring
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SparseProjection:  # noqa: FBT001, FBT002  # torch's
+        """Forget what is on its way where the synapses move."""
+        self._ring = None
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]  # torch has no types for it
 
     def _refusal(self, name: str, rule: str, value: object) -> q4.InputError:
         return q4.InputError(self._label, name=name, rule=rule, value=value)
