@@ -288,14 +288,14 @@ def make(size, count):
 
 make(2_000, 1_000_000)
 before = peak()
-made = make(5_000, 5_000_000)
-assert made.synapses == 5_000_000
+made = make(7_000, 10_000_000)
+assert made.synapses == 10_000_000
 print(peak() - before - made.weight.nbytes)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read as Linux states them")
 def test_random_synapses_are_made_in_pieces() -> None:
-    """Five million synapses grow a process that made some by no more than what is stored of them and a little."""
+    """Ten million synapses grow a process that made some by no more than what is stored of them and a little."""
     found = subprocess.run([sys.executable, "-c", PIECES], check=True, capture_output=True, text=True)
-    assert int(found.stdout) < 16 << 20  # their float32 weights alone are 20 MB
+    assert int(found.stdout) < 32 << 20  # their float32 weights alone are 40 MB
