@@ -165,6 +165,45 @@ def test_synaptic_neurons_that_learn(snn: Any, mechanism: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_networks_that_learn(snn: Any) -> None:
+    """Gradients of two layers, their shares and thresholds are snnTorch's through time, bit for bit."""
+    torch.manual_seed(0)
+    a, b = torch.nn.Linear(12, 20), torch.nn.Linear(20, 5)
+    with torch.no_grad():
+        a.weight.mul_(3)
+        b.weight.mul_(3)
+    facts = [torch.full((size,), value) for size, value in ((20, 0.9), (20, 0.7), (5, 0.8), (5, 1.0))]
+    options = {"learn_beta": True, "learn_threshold": True}
+    first, last = snn.Leaky(*facts[:2], **options), snn.Leaky(*facts[2:], **options)
+    theirs = [*a.parameters(), *b.parameters(), first.beta, first.threshold, last.beta, last.threshold]
+    x = events(12)
+    mem, read, spikes = torch.zeros(4, 20), torch.zeros(4, 5), []
+    for step in x:
+        spk, mem = first(a(step), mem)
+        out, read = last(b(spk), read)
+        spikes.append(out)
+    shares = [torch.nn.Parameter(item.clone()) for item in facts]
+    populations = [
+        Population("in", 12),
+        Population("hidden", 20, LIF.from_beta(*shares[:2], reset_delay=True)),
+        Population("out", 5, LIF.from_beta(*shares[2:], reset_delay=True)),
+    ]
+    projections = [Projection(*populations[:2], bias=True), Projection(*populations[1:], bias=True)]
+    for projection, layer in zip(projections, (a, b), strict=True):
+        projection.synapses.load_state_dict(layer.state_dict())
+    network = Network(populations, projections)
+    (found,) = network(x)[0].values()
+    assert torch.equal(found, torch.stack(spikes))
+    assert found.sum() > 100
+    ours = [*projections[0].parameters(), *projections[1].parameters(), *shares]
+    pairs = zip(
+        torch.autograd.grad(found.sum(), ours), torch.autograd.grad(torch.stack(spikes).sum(), theirs), strict=True
+    )
+    for one, other in pairs:
+        assert torch.equal(one, other)
+        assert bool((one != 0).any())
+
+
 def test_time_constants_that_learn(snn: Any) -> None:
     """The gradient of tau_mem is that of snnTorch's Leaky with the beta that is computed of it, bit for bit."""
     found = []

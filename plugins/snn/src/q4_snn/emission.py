@@ -15,7 +15,6 @@ from q4_programs import Buffer, EmissionError, Op, Step, View
 from q4_programs.ops import WORD
 from q4_programs.watch import hook_of
 from q4_snn.kinetics import AlphaSynapses, ExpSynapses
-from q4_snn.neuron import gain_of
 from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF
 from q4_snn.nonlinear import Izhikevich
 from q4_snn.products import SpikeProduct
@@ -273,7 +272,7 @@ def _lif(neuron: LIF, emission: Emission, current: View, states: Sequence[View],
 
 def _cuba_lif(neuron: CubaLIF, emission: Emission, current: View, states: Sequence[View], bits: View) -> None:
     syn, *rest = states
-    emission.integrate(syn, current, neuron.alpha, gain_of(neuron.dt, neuron.tau_syn, getattr(neuron, "w_in", None)))
+    emission.integrate(syn, current, neuron.alpha, neuron.input_gain)
 
     def integrate(mem: View) -> None:
         emission.integrate(mem, syn, neuron.beta, neuron.gain, neuron.v_leak)
@@ -283,7 +282,7 @@ def _cuba_lif(neuron: CubaLIF, emission: Emission, current: View, states: Sequen
 
 def _if(neuron: IF, emission: Emission, current: View, states: Sequence[View], bits: View) -> None:
     def integrate(mem: View) -> None:
-        emission.integrate(mem, current, 1.0, gain_of(neuron.dt, 1.0, getattr(neuron, "r", None)))
+        emission.integrate(mem, current, 1.0, neuron.gain)
 
     _spike(neuron, emission, states, bits, integrate)
 

@@ -115,7 +115,7 @@ class Neuron(nn.Module):
 
     def share_of(self, tau: str) -> Parameter:
         """Return what a step leaves of what decays with a time constant: 1 - dt / tau, or the share that learns."""
-        share = self._parameters.get(_SHARE + tau)
+        share = self._parameters.get(_SHARE + tau) if self._parameters else None
         return decay_of(self.dt, getattr(self, tau)) if share is None else share.clamp(0, 1)
 
     def learn_share(self, tau: str, share: float | nn.Parameter) -> Self:
@@ -139,16 +139,22 @@ class Neuron(nn.Module):
         """Return the state to step from: what is given, or rest."""
         if self._size is not None and (x.dim() == 0 or x.shape[-1] != self._size):
             raise InputError(self._what, name="x", rule=f"of shape [..., {self._size}]", value=list(x.shape))
+        shape, fit = x.shape, len(given) == len(self.states)
+        for item in given:
+            fit = fit and item is not None and item.shape == shape
+        return cast("tuple[torch.Tensor, ...]", given) if fit else self._rest(x, given)
+
+    def _rest(self, x: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, ...]:
+        """Return rest where no state is given; refuse one of another form."""
         if all(item is None for item in given):
             return self.rest(x)
         if len(given) > len(self.states):
             rule = f"the {len(self.states)} tensors of {', '.join(self.states)}"
             raise InputError(self._what, name="state", rule=rule, value=f"{len(given)} tensors")
-        for name, item in itertools.zip_longest(self.states, given):
-            if item is None or item.shape != x.shape:
-                value = None if item is None else list(item.shape)
-                raise InputError(self._what, name=name, rule=f"of the shape of x, {list(x.shape)}", value=value)
-        return cast("tuple[torch.Tensor, ...]", given)
+        pairs = itertools.zip_longest(self.states, given)
+        name, item = next((name, item) for name, item in pairs if item is None or item.shape != x.shape)
+        value = None if item is None else list(item.shape)
+        raise InputError(self._what, name=name, rule=f"of the shape of x, {list(x.shape)}", value=value)
 
     def extra_repr(self) -> str:
         """Return what torch prints."""
@@ -247,13 +253,14 @@ class Spiking(Neuron):
         spikes = self.surrogate(after - threshold, inclusive=self.threshold_inclusive)
         for left in waits:
             spikes = spikes.masked_fill(left > 0, 0)
-        fired = spikes.detach() > 0
         if self.reset == "subtract":
             after = after - scaled(self.v_threshold, spikes.detach())
         elif self.reset == "value":
-            after = torch.where(fired, self.v_reset, after)
-        steps = self.refractory_steps
-        return spikes, after, *(torch.where(fired, steps, (left - 1).clamp(min=0)).to(left) for left in waits)
+            after = torch.where(spikes.detach() > 0, self.v_reset, after)
+        if not waits:
+            return spikes, after
+        (left,) = waits
+        return spikes, after, torch.where(spikes.detach() > 0, self._steps, (left - 1).clamp(min=0)).to(left)
 
 
 def decay_of(dt: float, tau: Parameter) -> Parameter:
@@ -261,9 +268,9 @@ def decay_of(dt: float, tau: Parameter) -> Parameter:
     return 1 - dt / at_least(dt, tau)
 
 
-def gain_of(dt: float, tau: Parameter, r: Parameter | None) -> Parameter:
-    """Return what one unit of current adds to a membrane in a step: exactly 1 where no resistance is given."""
-    return 1.0 if r is None else r * dt / at_least(dt, tau)
+def gain_of(dt: float, tau: Parameter, r: Parameter) -> Parameter:
+    """Return what one unit of current adds to a membrane in a step."""
+    return r * dt / at_least(dt, tau)
 
 
 def at_least(dt: float, tau: Parameter) -> Parameter:
@@ -288,6 +295,7 @@ class Membrane(Neuron):
     """The base of neurons with a leaky membrane."""
 
     tau_mem: Parameter
+    r: Parameter
     v_leak: Parameter
 
     @property
@@ -298,7 +306,7 @@ class Membrane(Neuron):
     @property
     def gain(self) -> Parameter:
         """The change by one unit of current in a step: r · dt / tau_mem, or 1 where r is None."""
-        return gain_of(self.dt, self.tau_mem, getattr(self, "r", None))
+        return gain_of(self.dt, self.tau_mem, self.r) if "r" in self.parameter_names else 1.0
 
     def _integrate(self, mem: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
         return leaky_step(mem, current, self.beta, self.gain, self.v_leak)

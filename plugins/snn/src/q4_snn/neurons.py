@@ -125,6 +125,7 @@ class CubaLIF(Spiking, Membrane):
 
     states = ("syn", "mem")
     tau_syn: Parameter
+    w_in: Parameter
 
     def __init__(  # noqa: PLR0913  # one argument per option
         self,
@@ -168,10 +169,15 @@ class CubaLIF(Spiking, Membrane):
         """Share of a synaptic current that a step leaves: 1 - dt / tau_syn."""
         return self.share_of("tau_syn")
 
+    @property
+    def input_gain(self) -> Parameter:
+        """What one unit of input adds to a current in a step: w_in · dt / tau_syn, or 1 where w_in is None."""
+        return gain_of(self.dt, self.tau_syn, self.w_in) if "w_in" in self.parameter_names else 1.0
+
     def forward(self, x: torch.Tensor, *state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return spikes, currents, membranes and other state, [..., n] each, from input [..., n] and the state."""
         syn, mem, *waits = self._state(x, state)
-        syn = leaky_step(syn, x, self.alpha, gain_of(self.dt, self.tau_syn, getattr(self, "w_in", None)), 0.0)
+        syn = leaky_step(syn, x, self.alpha, self.input_gain, 0.0)
         spikes, *after = self._fire(mem, waits, lambda before: self._integrate(before, syn))
         return spikes, syn, *after
 
@@ -205,8 +211,12 @@ class IF(Spiking):
     def forward(self, x: torch.Tensor, *state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Return spikes and state, [..., n] each, from currents [..., n] and the state before, by ``states``."""
         mem, *waits = self._state(x, state)
-        gain = gain_of(self.dt, 1.0, getattr(self, "r", None))
-        return self._fire(mem, waits, lambda before: leaky_step(before, x, 1.0, gain, 0.0))
+        return self._fire(mem, waits, lambda before: leaky_step(before, x, 1.0, self.gain, 0.0))
+
+    @property
+    def gain(self) -> Parameter:
+        """The change by one unit of current in a step: r · dt, or 1 where r is None."""
+        return gain_of(self.dt, 1.0, self.r) if "r" in self.parameter_names else 1.0
 
 
 class ALIF(Spiking, Membrane):
