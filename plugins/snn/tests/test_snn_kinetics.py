@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -16,9 +17,11 @@ from q4_nn import pack_
 from q4_snn import (
     LI,
     LIF,
+    AdEx,
     AlphaSynapses,
     CubaLIF,
     ExpSynapses,
+    Izhikevich,
     Network,
     Population,
     Projection,
@@ -272,6 +275,38 @@ def test_actors(actors: int, tmp_path: Any) -> None:
         assert torch.equal(torch.cat([part[name] for part in parts]), whole[name]), name
     with ActorSystem("threads", resume=tmp_path / "state") as system, pytest.raises(InputError, match="digest"):
         ActorNetwork(build(5e-4), system, batch=3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes need Linux")
+def test_killed_processes() -> None:
+    """Processes that are killed in between give the same bits of time courses, waits and adaptations."""
+    torch.manual_seed(0)
+    pixels, cells = Population("pixels", 16, spikes=True), Population("cells", 20, LIF(1e-3, t_refractory=3e-4))
+    other, out = Population("other", 12, AdEx(t_refractory=1e-3)), Population("out", 3, Izhikevich())
+    source, target = torch.randint(20, (2, 100), generator=torch.Generator().manual_seed(0))
+    sparse = SparseProjection(source, target, torch.rand(100), 1 + torch.arange(100) % 3, sources=cells, targets=cells)
+    parts = [
+        ExpSynapses(Projection(pixels, cells), 3e-4),
+        AlphaSynapses(sparse, 4e-4, reversal=-0.5),
+        ExpSynapses(Projection(cells, other), 1e-3, reversal=0.0),
+        AlphaSynapses(Projection(other, out, delay=1), 1e-3),
+    ]
+    network = Network([pixels, cells, other, out], parts)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.abs_()
+        names = ("cells", "cells.refractory", "other.adapt", "other.mem", "out.recovery", "out.mem")
+        whole, _ = network(spikes(), record=names)
+    assert whole["cells"].sum() > 50
+    found = []
+    with ActorSystem("processes", restarts=10) as system:
+        crew = ActorNetwork(network, system, batch=3, actors=2)
+        for part in spikes().split(STEPS // 4):
+            next(iter(system.actors.values())).kill()
+            found.append(crew(part, names))
+    for name in names:
+        assert torch.equal(torch.cat([part[name] for part in found]), whole[name]), name
 
 
 class Without(Neuron):
