@@ -14,7 +14,7 @@ SUFFIXES = {".py", ".cpp", ".c", ".h", ".hpp", ".cu", ".cuh"}
 NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
     "q4core": 11_730,
-    "plugins/actors": 6_720,
+    "plugins/actors": 7_400,
     "plugins/cli": 3_270,
     "plugins/cpu-native": None,
     "plugins/dequant-fallback": None,
@@ -28,7 +28,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/programs": 2_800,
     "plugins/quantize": 1_100,
     "plugins/safetensors": 1_240,
-    "plugins/snn": 5_600,
+    "plugins/snn": 6_300,
     "plugins/transformers": 2_680,
     "plugins/triton-kernels": None,
     "plugins/um-managed": 3_200,

@@ -58,7 +58,7 @@ def test_overhead(run: Run) -> None:
 
 
 def test_scaling(run: Run) -> None:
-    """One and two actors leave the same bits on threads and processes, and count what a step copies."""
+    """One and two actors leave the same bits on threads and processes, and count what a step writes."""
     found = run("scaling")
     rows = {(row["form"], row["runtime"], row["actors"]): row for row in found["rows"]}
     assert len(rows) == 8
@@ -67,7 +67,10 @@ def test_scaling(run: Run) -> None:
             assert rows[form, "threads", count]["digest"] == rows[form, "processes", count]["digest"]
             assert rows[form, "threads", count]["spikes_per_s"] > 0
     strong = rows["strong", "threads", 1]
-    assert strong["bytes_per_step"]["copied_bytes"] == 4 * 32 * (1 + 2 * (1 + 2))  # pixels; a membrane, two steps
+    moved = strong["bytes_per_step"]
+    assert moved["spikes_as_bits_bytes"] == 3 * 8  # a word for each of three populations of 32
+    states = 3 * 8 + 2 * (4 * 32 + 8)  # clocks; membranes and the last row
+    assert moved["written_bytes"] == pytest.approx(3 * 8 + states / 3)  # a chunk of three steps
     assert strong["digest"] == rows["strong", "processes", 2]["digest"]
     assert set(found["costs"]) == {"threads", "processes"}
 

@@ -13,12 +13,22 @@ import torch
 from pretended_driver import GB10, accept_pretended, pretend
 
 import q4core as q4
-from q4_actors import ActorDeadError, ActorSystem, MutableMode
+from q4_actors import ActorSystem, MutableMode
 from q4_nn import STELinear, pack_
-from q4_snn import LI, LIF, STDP, CubaLIF, Network, Population, Projection, SparseProjection, spikegen
+from q4_snn import (
+    LI,
+    LIF,
+    STDP,
+    CubaLIF,
+    Network,
+    NonFiniteStateError,
+    Population,
+    Projection,
+    SparseProjection,
+    spikegen,
+)
 from q4_snn.actors import ActorNetwork
 from q4core import ConfigError, InputError
-from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -282,16 +292,44 @@ def test_what_a_projection_of_others_keeps_is_in_the_checkpoint(tmp_path: Path) 
         ActorNetwork(other, system, batch=2)
 
 
-def test_projections_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module without a name or size is no projection; what is on its way has the state's dtype, or is refused."""
+def test_projections_that_lack_something() -> None:
+    """A module without a name or size is no projection."""
     with pytest.raises(ConfigError, match=r"projection must be a module with name, .*, got 'a Linear without name, "):
         Network([Population("pixels", 8)], [torch.nn.Linear(8, 8)])
-    monkeypatch.setattr(Tiring, "coming", lambda self, batch: torch.ones(batch, self.source_size, dtype=torch.int64))
-    with (
-        ActorSystem("threads") as system,
-        pytest.raises(ConfigError, match=r"'tiring': coming must be torch\.float32 on"),
-    ):
-        ActorNetwork(strange(), system, batch=2)
+
+
+class Counting(torch.nn.Module):
+    """Synapses that count what came, in whole numbers of another size and dtype than any state."""
+
+    name, source, target, source_size, target_size, delay = "counting", "pixels", "a", 40, 64, 1
+
+    def coming(self, batch: int) -> torch.Tensor:
+        """Return the counts at rest."""
+        return torch.zeros(3, batch, dtype=torch.int16)
+
+    def forward(self, spikes: torch.Tensor, counts: torch.Tensor, clock: int) -> torch.Tensor:
+        """Return what each sample has of one of three counts."""
+        counts[clock % 3] += spikes.sum(1).to(torch.int16)
+        return counts[clock % 3, :, None].expand(-1, 64) / 50
+
+
+def test_what_is_on_its_way_has_any_dtype(tmp_path: Path) -> None:
+    """What a projection keeps goes through chunks and checkpoints in its own dtype and shape."""
+    record, x = ("a", "a.mem"), events(11)
+
+    def made() -> Network:
+        pixels, a = Population("pixels", 40, spikes=True), Population("a", 64, LIF(1e-3))
+        return Network([pixels, a], [Counting()])
+
+    with ActorSystem("threads") as system:
+        found = [ActorNetwork(made(), system, batch=2, chunk=3)(x[:5], record)]
+        system.checkpoint(tmp_path / "state")
+    with ActorSystem("threads", resume=tmp_path / "state") as system:
+        found.append(ActorNetwork(made(), system, batch=2, chunk=3)(x[5:], record))
+    with torch.no_grad():
+        expected, _ = made()(x, record=record)
+    for name in record:
+        assert torch.equal(torch.cat([part[name] for part in found]), expected[name]), name
 
 
 def test_a_step_that_failed_is_done_again() -> None:
@@ -305,16 +343,24 @@ def test_a_step_that_failed_is_done_again() -> None:
         assert torch.equal(found["out"], small(LIF(1e-3))(x, record=("out",))[0]["out"])
 
 
-def test_membrane_that_is_not_finite() -> None:
-    """NaN ends a run by an error that names the population; no state has it, and the system stops."""
-    x = torch.ones(3, 1, 8)
-    x[1] = torch.nan
-    with ActorSystem("threads", restarts=1) as system:
-        crew = ActorNetwork(small(LIF(1e-3)), system, batch=1, actors=2)
-        with pytest.raises(ActorDeadError, match=r"NonFiniteStateError: population 'a': mem must be finite"):
-            crew(x)
-        assert crew.clock == 1
-        system.stop(timeout=scaled(5.0))
+@pytest.mark.parametrize("runtime", ["threads", pytest.param("processes", marks=linux)])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_membrane_that_is_not_finite(bad: float, runtime: Literal["threads", "processes"]) -> None:
+    """The error names population and step; all states stay those of the chunk's start, from where calls go on."""
+    x, spoilt = torch.rand(10, 1, 8), torch.rand(10, 1, 8)
+    spoilt[6] = bad
+    with ActorSystem(runtime, restarts=1) as system:
+        crew = ActorNetwork(small(LIF(1e-3)), system, batch=1, actors=2, chunk=4)
+        found = [crew(x[:4], ("a", "out"))]
+        for _ in range(3):  # no actor is the worse for it
+            with pytest.raises(NonFiniteStateError, match=r"population 'a': mem must be finite, .* after step 6'"):
+                crew(spoilt[4:], ("a", "a.mem"))
+            assert crew.clock == 4
+        found.append(crew(x[4:], ("a", "out")))
+    with torch.no_grad():
+        expected, _ = small(LIF(1e-3))(x, record=("a", "out"))
+    for name, value in expected.items():
+        assert torch.equal(torch.cat([part[name] for part in found]), value), name
 
 
 def test_checkpoint_of_other_populations(tmp_path: Path) -> None:
@@ -392,7 +438,7 @@ def test_state_in_unified_memory(network: Network, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     case = pretend(GB10)
-    options = {"device": "cuda:0", "unified_memory": "require_unified", "providers": [case.provider]}
+    options: dict[str, Any] = {"device": "cuda:0", "unified_memory": "require_unified", "providers": [case.provider]}
     with ActorSystem("threads") as system:
         crew = ActorNetwork(network, system, batch=2, actors=3, **options)
         assert all(tensor.placement.action == "promoted" for tensor in system._tensors.values() if tensor.placement)

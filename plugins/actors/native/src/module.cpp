@@ -1,5 +1,43 @@
 // The Python face.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include "stamps.hpp"
 #include "view.hpp"
+
+namespace {
+
+// Stamps at an address, of memory that the caller holds.
+class StampTable {
+  public:
+    StampTable(uint64_t address, int64_t count) : stamps_(reinterpret_cast<void*>(address), count) {}
+
+    int64_t value(int64_t which) const { return stamps_.value(checked(which)); }
+    void publish(int64_t which, int64_t value) { stamps_.publish(checked(which), value); }
+
+    int wait(const std::vector<std::pair<int64_t, int64_t>>& needs, int64_t stop, double seconds) const {
+        std::vector<q4::Need> all;
+        for (const auto& [stamp, least] : needs) all.push_back({checked(stamp), least});
+        const q4::Need* begin = all.data();
+        const q4::Need* const end = begin + all.size();
+        if (stamps_.reached(begin, end)) return q4::kReached;
+        if (stop >= 0) checked(stop);
+        PyThreadState* const here = PyEval_SaveThread();
+        const int found = stamps_.wait(begin, end, stop, seconds);
+        q4::while_it_runs([&] { PyEval_RestoreThread(here); });
+        return found;
+    }
+
+  private:
+    int64_t checked(int64_t which) const {
+        if (which < 0 || which >= stamps_.count()) throw nanobind::index_error("no such stamp");
+        return which;
+    }
+
+    q4::Stamps stamps_;
+};
+
+}  // namespace
 
 NB_MODULE(_native, module) {
     namespace nb = nanobind;
@@ -7,6 +45,11 @@ NB_MODULE(_native, module) {
     using q4::View;
     nb::set_leak_warnings(false);  // daemon threads may hold blocks when the interpreter ends
     module.attr("ROWS") = q4::kRows;
+    nb::class_<StampTable>(module, "Stamps")
+        .def(nb::init<uint64_t, int64_t>())
+        .def("value", &StampTable::value)
+        .def("publish", &StampTable::publish)
+        .def("wait", &StampTable::wait);
     nb::class_<View>(module, "View")
         .def("__enter__", [](nb::object self) { nb::cast<View&>(self).enter(); return self; })
         .def("__exit__", [](View& self, nb::handle, nb::handle error, nb::handle) { self.exit(error); },

@@ -8,6 +8,7 @@ from q4_actors.runtimes.weights import HasForm, SharedWeight, share
 from q4_actors.tensors.arguments import MutableMode
 from q4_actors.tensors.blocks import ReadView, WriteBlock
 from q4_actors.tensors.placing import mutable
+from q4_actors.tensors.rings import RingForm, Rings
 from q4_actors.tensors.shared import SharedMutableTensor
 from q4_actors.tensors.snapshot import MutableStats, Snapshot
 from q4_actors.tensors.tensor import MutableTensor
@@ -27,6 +28,8 @@ __all__ = [
     "MutableStats",
     "MutableTensor",
     "ReadView",
+    "RingForm",
+    "Rings",
     "SharedMutableTensor",
     "SharedWeight",
     "Snapshot",

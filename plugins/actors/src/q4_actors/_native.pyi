@@ -11,6 +11,21 @@ from q4_actors.tensors.tickets import Thread
 ROWS: int
 """For how many handles a header has room."""
 
+class Stamps:
+    """Numbers in shared memory, each with one writer and a line of its own; ``native/src/stamps.hpp`` says how."""
+
+    def __init__(self, address: int, count: int, /) -> None: ...
+    def value(self, which: int, /) -> int:
+        """Return a stamp, with all that was stored before it."""
+    def publish(self, which: int, value: int, /) -> None:
+        """Store a stamp, after all that was stored before, and wake those who wait for it."""
+    def wait(self, needs: list[tuple[int, int]], stop: int, seconds: float, /) -> int:
+        """Wait until each stamp has at least its number, without the GIL where it is not there yet.
+
+        Returns:
+            1 if so, 0 if the time ran out, 2 if the stamp ``stop``, −1 for none, is not 0.
+        """
+
 class Core:
     """What one process holds of a segment. Every method returns at once, but those that wait."""
 

@@ -1,11 +1,12 @@
-"""Networks of actors: each population's state is a shared tensor, and its version is the clock."""
+"""Networks of actors: each population's state is a shared tensor, its spikes are bits in a ring."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import hashlib
-import math
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,131 +14,27 @@ import attrs
 import torch
 from torch import nn
 
-from q4_actors import Actor, MailboxFullError
-from q4_snn.network import advance
-from q4_snn.projection import coming_of, numbers_of, product_of
+from q4_actors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, RingForm
+from q4_snn.projection import coming_of, memory_of, numbers_of
+from q4_snn.rows import Layout, Row
 from q4_snn.sparse import SparseSynapses
-from q4core import ConfigError, InputError, Q4Linear, Session, SessionConfig
+from q4_snn.stepper import Part, Plan, SharedSynapses, Trace
+from q4_snn.worker import COMMITTED, DONE, HALT, POLL_S, Chunk, Worker
+from q4core import ConfigError, InputError, Q4Error, Q4Linear, SessionConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from q4_actors import ActorSystem, MutableTensor, SharedWeight
-    from q4_snn.network import Arrival, Network
-    from q4_snn.population import Population
-    from q4_snn.projection import Product, Synapses
+    from q4_actors import ActorRef, ActorSystem, MutableTensor, SharedWeight
+    from q4_snn.network import Network
+    from q4_snn.projection import Synapses
 
 __all__ = ["ActorNetwork"]
 
-_POLL_S = 0.5
-"""Interval at which a waiting side checks that the others are alive."""
-
-
-@attrs.frozen(eq=False)
-class _Shared:
-    """A projection as an actor gets it: a copy, whose packed layers are in shared memory.
-
-    Args:
-        item: The copy, with a place for each packed layer.
-        layers: Name of the place → the shared weight, and what the layer was asked for.
-        coming: Shape of what is on its way; None for a projection that has no such tensor.
-    """
-
-    item: Synapses
-    layers: Mapping[str, tuple[SharedWeight, SessionConfig]]
-    coming: tuple[int, ...] | None
-
-    def product(self) -> Product:
-        """Return what computes the projection in this process."""
-        module: Any = self.item
-        for name, (weight, config) in self.layers.items():
-            module.set_submodule(name, weight.layer(Session(config)))
-        return product_of(self.item)
-
-
-@attrs.frozen(eq=False)
-class _Part:
-    """A population as an actor has it; ``rows`` is the number of tensors before the ring of outputs.
-
-    They are the neurons' state, then what is on its way in each projection, of which the last row may be filled up.
-    """
-
-    population: Population
-    rows: int
-    into: tuple[_Shared, ...]
-
-
-class _Worker(Actor):
-    """Advances some populations by one step for each message, which is the number of the step.
-
-    A message may come twice, after a restart or where sources are late: a population that has done the step is not
-    advanced again. An actor waits for others with a timeout, so that it can be stopped.
-    """
-
-    def __init__(
-        self,
-        parts: Mapping[str, _Part],
-        tensors: Mapping[str, MutableTensor],
-        rows: Mapping[str, int],
-        side: str | None,
-    ) -> None:
-        self.parts, self.tensors, self.rows, self.side = parts, tensors, rows, side
-        with torch.no_grad():
-            self.products = {name: [item.product() for item in part.into] for name, part in parts.items()}
-
-    def on_receive(self, message: int) -> None:
-        """Do a step, or what of it can be done now."""
-        with torch.no_grad():
-            for name, part in self.parts.items():
-                if self.tensors[name].version < message:
-                    for shared in part.into:
-                        needed = max(0, message - shared.item.delay)
-                        if not self.tensors[shared.item.source].wait(needed, timeout=_POLL_S):
-                            return
-                    self._advance(name, part, message)
-
-    def _advance(self, name: str, part: _Part, step: int) -> None:
-        """Do a population's step; its sources have done theirs."""
-        own, population = self.tensors[name], part.population
-        with own.read(device=self.side) as seen:
-            before = seen.tensor[: part.rows].clone()
-            rest = torch.zeros_like(seen.tensor[0])
-        states = 0 if population.neuron is None else len(population.neuron.states)
-        with contextlib.closing(self._arrivals(name, part, before[states:], step)) as arrivals:
-            given, *after = advance(population, arrivals, tuple(before[:states]), rest=rest, clock=step - 1)
-        population.check_finite(after, step=step - 1)
-        with own.write(wait=True, device=self.side) as state:
-            for row, value in enumerate((*after, *before[states:])):
-                state[row] = value
-            _output(state, part.rows, step).copy_(given)
-
-    def _arrivals(self, name: str, part: _Part, rings: torch.Tensor, step: int) -> Generator[Arrival]:
-        """Yield what reaches a population, each read while it is used; ``rings`` holds what is on its way."""
-        for shared, product in zip(part.into, self.products[name], strict=True):
-            item, coming = shared.item, None
-            if shared.coming is not None:
-                coming = rings.reshape(-1)[: math.prod(shared.coming)].view(shared.coming)
-                rings = rings[_rows_of(shared.coming, rings[0]) :]
-            with self.tensors[item.source].read(device=self.side) as seen:
-                spikes = _output(seen.tensor, self.rows[item.source], step - item.delay)
-                yield item, product, spikes, coming
-
-
-def _output(state: torch.Tensor, rows: int, step: int) -> torch.Tensor:
-    """Return a view of a population's output in a step: after its state, in a ring."""
-    return state[rows + step % (len(state) - rows)]
-
-
-def _rows_of(shape: tuple[int, ...], row: torch.Tensor) -> int:
-    """Return how many rows a tensor of a shape takes, of which the last may be filled up."""
-    return -(-math.prod(shape) // row.numel())
-
-
-def _as_rows(coming: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return what is on its way as rows of a population's state, the last one filled up with zeros."""
-    count = _rows_of(tuple(coming.shape), row)
-    filled = nn.functional.pad(coming.reshape(-1), (0, count * row.numel() - coming.numel()))
-    return tuple(filled.view(count, *row.shape))
+_CHUNKS = 2
+"""Chunks that may be on their way, so that no actor waits for the next one."""
+_QUIET_S = 60.0
+"""How long an actor may take to end a message after a failure."""
 
 
 def _source_of(network: Network, name: str) -> str | None:
@@ -165,91 +62,131 @@ def _source_of(network: Network, name: str) -> str | None:
 class ActorNetwork:
     """A network whose populations are advanced by actors; it gives what ``network(x)`` gives.
 
-    A population's state and what it gave last are one shared tensor, and one update of it is one step. So the result
-    does not depend on how many actors there are, who is late, or who is killed and restarted. Packed layers of
-    projections are shared; neurons, and synapses that are not packed, are copied. ``system.checkpoint`` between two
-    runs holds everything; with ``ActorSystem(resume=…)`` a network of equal neurons and weights resumes from there.
+    An actor does a chunk of steps for each message: it waits for the steps of others that it needs, publishes what its
+    populations give as bits, and commits their states at the chunk's end. So the result does not depend on how many
+    actors there are, who is late, or who is killed and restarted. Packed layers of projections are shared; neurons, and
+    synapses that are not packed, are copied. ``system.checkpoint`` between two runs holds everything; with
+    ``ActorSystem(resume=…)`` a network of equal neurons and weights resumes from there, on any runtime.
 
     Args:
         network: It is not changed, and later changes of it have no effect. Its projections may be of any class with
             the attributes of ``Synapses``. Processes get them pickled, hooks included: a projection with a hook that
             can't be pickled, such as a local function or a lambda, needs actors on threads.
-        system: Runs the actors and holds the tensors, named as the populations.
+        system: Runs the actors and holds the states, named as the populations.
         batch: B of what it will be given.
-        actors: How many, at most one for each population with neurons.
+        actors: How many, at most one for each population with neurons. Each gets neighbours by the order of a step.
+        chunk: Steps of a message, at most. More of them cost memory, 64 times as many bits as neurons, and save time.
         **options: Of ``system.mutable``, for all tensors. On threads ``device="cuda"`` and
             ``unified_memory="require_unified"`` put them where CPU and GPU reach them, uncopied; they are read and
             written from the device on which the network is.
 
     Raises:
-        ConfigError: An argument is not legal, what is on its way in a projection has another dtype than the state, a
-            population's name is taken in the system, or its checkpoint has steps of these populations that are not of
-            one run.
-        InputError: The checkpoint is of other neurons or weights, or of another batch.
+        ConfigError: An argument is not legal, a population's name is taken in the system, or its checkpoint has steps
+            of these populations that are not of one run.
+        InputError: The checkpoint is of other neurons or weights, or of another batch; or there is too little shared
+            memory.
         MessageError: Actors are processes, and a projection or one of its hooks can't be pickled.
         UnifiedMemoryError: Required, and impossible.
     """
 
-    def __init__(self, network: Network, system: ActorSystem, *, batch: int, actors: int = 1, **options: Any) -> None:
-        self._network, self._system, self._batch = network, system, batch
+    def __init__(
+        self,
+        network: Network,
+        system: ActorSystem,
+        *,
+        batch: int,
+        actors: int = 1,
+        chunk: int = 64,
+        **options: Any,
+    ) -> None:
+        self._network, self._system, self._batch, self._chunk = network, system, batch, chunk
         self._turn = threading.Lock()
+        self._failure: Q4Error | None = None
         names = [name for name in network.order if name not in network.inputs]
-        for what, value, most in (("batch", batch, None), ("actors", actors, len(names))):
+        for what, value, most in (("batch", batch, None), ("actors", actors, len(names)), ("chunk", chunk, None)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most and value > most):
                 rule = f"1 … {most}" if most else "a positive whole number"
                 raise ConfigError("ActorNetwork", name=what, rule=rule, value=value)
         home = next((item.device for item in (*network.parameters(), *network.buffers())), torch.device("cpu"))
-        parts = {}
-        self._rows: dict[str, int] = {}
+        self._rest = torch.zeros(batch, 1, device=home)
+        self._rows = {
+            name: Row(batch, item.size, item.is_binary, self._rest.dtype)
+            for name, item in ((name, network.population(name)) for name in network.order)
+        }
+        depths = _depths_of(network)
+        self._layouts: dict[str, Layout] = {}
         self._tensors: dict[str, MutableTensor] = {}
+        self._traces: dict[tuple[str, int], Trace] = {}
+        parts = {}
         for name in network.order:
-            population = network.population(name)
-            rest = torch.zeros(batch, population.size, device=home)
-            into = tuple(self._share(item, rest) for item in network.graph.into(name))
-            states = () if population.neuron is None else population.neuron.rest(rest)
-            for item in network.graph.into(name):
-                if (coming := coming_of(item, batch)) is not None:
-                    states += _as_rows(coming, rest)
-            self._rows[name] = len(states)
-            ring = [rest] * (network.graph.depths.get(name, 0) + 1)
+            population, into = network.population(name), network.graph.into(name)
+            neuron = population.neuron
+            states = [] if neuron is None else [*neuron.rest(self._rest.expand(batch, population.size))]
+            stored = [coming_of(item, batch) for item in into if memory_of(item) is None]
+            states += [coming for coming in stored if coming is not None]
+            layout = self._layouts[name] = Layout(states, depths[name], self._rows[name].words)
+            first = torch.zeros(layout.size, dtype=torch.int64, device=home)
+            layout.write(first, 0, states, first.new_zeros(depths[name] + 1, self._rows[name].words))
             source = _source_of(network, name)
-            self._tensors[name] = system.mutable(torch.stack([*states, *ring]), name=name, source=source, **options)
-            if population.neuron is not None:
-                parts[name] = _Part(copy.deepcopy(population), len(states), into)
-        versions = {name: tensor.version for name, tensor in self._tensors.items()}
-        if max(versions.values()) > self.clock + 1:  # no population is two steps ahead
-            hint = "Resume from a checkpoint of a network with these populations."
-            raise ConfigError("ActorNetwork", name="steps", rule="those of one run", value=versions, hint=hint)
+            self._tensors[name] = system.mutable(first, name=name, source=source, **options)
+            if neuron is not None:
+                parts[name] = Part(copy.deepcopy(population), tuple(self._share(item) for item in into), layout)
         is_apart = home.type == "cpu" and any(tensor.device.type != "cpu" for tensor in self._tensors.values())
         self._side = "cpu" if is_apart else None
-        self._actors = [
+        clocks = {name: self._clock_of(name) for name in self._tensors}
+        if len({*clocks.values()}) > 1:
+            hint = "Resume from a checkpoint of a network with these populations, written between two runs."
+            raise ConfigError("ActorNetwork", name="steps", rule="those of one run", value=clocks, hint=hint)
+        groups = _split([(name, _cost_of(network, name)) for name in names], actors)
+        self._clocks = [f"/neurons-{index}" for index in range(actors)]
+        self._everyone = tuple(names)
+        depth = self._depth = max(depths.values())
+        self._slots = depth + _CHUNKS * chunk + 1
+        forms = {name: RingForm(self._slots, row.words) for name, row in self._rows.items()}
+        self._rings = system.rings(forms | dict.fromkeys([HALT, DONE, COMMITTED, *self._clocks], RingForm()))
+        self._begin(self.clock)
+        plan = Plan(
+            rows=self._rows,
+            slots=self._slots,
+            depth=depth,
+            chunk=chunk,
+            stride=max(1, chunk // 4),
+            rest=self._rest,
+            side=self._side,
+        )
+        self._actors: list[ActorRef] = [
             system.spawn(
-                _Worker,
-                {name: parts[name] for name in names[index::actors]},
-                self._tensors,
-                self._rows,
-                self._side,
-                name=f"neurons-{index}",
+                Worker,
+                clock,
+                {name: parts[name] for name in group},
+                {name: self._tensors[name] for name in group},
+                self._rings,
+                plan,
+                name=clock.removeprefix("/"),
             )
-            for index in range(actors)
+            for clock, group in zip(self._clocks, groups, strict=True)
         ]
 
-    def _share(self, item: Synapses, row: torch.Tensor) -> _Shared:
-        """Return a projection for an actor; ``row`` is one of the state of the population that it leads to."""
+    def _begin(self, clock: int) -> None:
+        """Set the stamps of rings that nobody uses yet."""
+        for name in self._network.inputs:
+            with self._tensors[name].read(device=self._side) as seen:
+                self._layouts[name].restore(seen.tensor, self._rings.rows(name))
+            self._rings.publish(name, clock, since=max(0, clock - self._depth))
+        for name in (DONE, COMMITTED, *self._clocks):
+            self._rings.publish(name, clock)
+
+    def _share(self, item: Synapses) -> SharedSynapses:
+        """Return a projection for an actor."""
         module: Any = item
         packed = {
             name: layer
             for name, layer in module.named_modules(remove_duplicate=False)
             if name and isinstance(layer, (Q4Linear, SparseSynapses))
         }
-        coming = coming_of(item, len(row))
-        if coming is not None and (coming.dtype, coming.device) != (row.dtype, row.device):
-            rule, value = f"{row.dtype} on {row.device}", f"{coming.dtype} on {coming.device}"
-            raise ConfigError(f"projection {item.name!r}", name="coming", rule=rule, value=value)
         copied = copy.deepcopy(item, {id(layer): nn.Identity() for layer in packed.values()})
         shared = {id(layer): self._share_layer(layer) for layer in packed.values()}  # once, however many names it has
-        layers = {name: shared[id(layer)] for name, layer in packed.items()}
-        return _Shared(copied, layers, None if coming is None else tuple(coming.shape))
+        return SharedSynapses(copied, {name: shared[id(layer)] for name, layer in packed.items()})
 
     def _share_layer(self, layer: Q4Linear | SparseSynapses) -> tuple[SharedWeight, SessionConfig]:
         """Return a packed layer's weight for all actors, and the session that asks for what the layer was asked for."""
@@ -264,10 +201,22 @@ class ActorNetwork:
         )
         return self._system.share(layer), config
 
+    def _clock_of(self, name: str) -> int:
+        with self._tensors[name].read(device=self._side) as seen:
+            return int(seen.tensor[0])
+
     @property
     def clock(self) -> int:
-        """The number of steps that all populations have done."""
-        return min(tensor.version for tensor in self._tensors.values())
+        """The number of steps that all populations have done, and committed."""
+        return min(self._clock_of(name) for name in self._tensors)
+
+    def row_bytes(self) -> dict[str, int]:
+        """Return the bytes that each population publishes in a step."""
+        return {name: 8 * row.words for name, row in self._rows.items()}
+
+    def state_bytes(self) -> dict[str, int]:
+        """Return the bytes of each population's state, which is committed once a chunk."""
+        return {name: 8 * layout.size for name, layout in self._layouts.items()}
 
     def __call__(
         self, x: torch.Tensor | Mapping[str, torch.Tensor], record: Sequence[str] | None = None
@@ -283,8 +232,9 @@ class ActorNetwork:
 
         Raises:
             InputError: x does not fit the inputs, or ``record`` names what is not there.
-            ActorDeadError: An actor failed more often than its system allows; the message has its error. It may be a
-                ``NonFiniteStateError`` of a population, whose state is then that of the step before.
+            NonFiniteStateError: A state is NaN or infinite at a chunk's end; the error names population and step.
+                All states are those of the chunk's start.
+            ActorDeadError: An actor failed more often than its system allows; the message has its error.
         """
         sequences, places = self._network.check_run(x, record)
         for name, value in sequences.items():
@@ -292,33 +242,175 @@ class ActorNetwork:
                 rule = f"of shape [T, {self._batch}, {self._network.population(name).size}]"
                 raise InputError(f"population {name!r}", name="input", rule=rule, value=list(value.shape))
         with self._turn:
+            if self._failure is not None:
+                raise self._failure
             return self._run(sequences, places)
 
     def _run(
         self, sequences: Mapping[str, torch.Tensor], places: Mapping[str, tuple[str, int | None]]
     ) -> dict[str, torch.Tensor]:
+        traces = {name: self._trace(place[0], place[1]) for name, place in places.items() if place[1] is not None}
         found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
-        start = self.clock
-        for index in range(len(next(iter(sequences.values())))):
-            step = start + 1 + index
-            self._step(step, {name: value[index] for name, value in sequences.items()})
-            for name, (population, state) in places.items():
-                with self._tensors[population].read(device=self._side) as seen:
-                    view = _output(seen.tensor, self._rows[population], step) if state is None else seen.tensor[state]
-                    found[name].append(view.clone())
-        return {name: torch.stack(steps) for name, steps in found.items()}
+        start, steps = self.clock, len(next(iter(sequences.values())))
+        for rings in (self._rings, *(trace.rings for trace in traces.values())):
+            rings.forget(start)
+        on_way: collections.deque[Chunk] = collections.deque()
+        try:
+            for done in range(0, steps, self._chunk):
+                chunk = Chunk(start + done + 1, min(self._chunk, steps - done), tuple(traces.values()))
+                self._feed(chunk, {name: value[done:] for name, value in sequences.items()})
+                on_way.append(chunk)
+                for actor in self._actors:
+                    actor.tell(chunk)
+                if len(on_way) == _CHUNKS:
+                    self._collect(on_way, found, places, traces)
+            while on_way:
+                self._collect(on_way, found, places, traces)
+        except BaseException as error:
+            self._recover(on_way, error)
+            raise
+        return {name: torch.cat(parts).to(self._rest.device) for name, parts in found.items()}
 
-    def _step(self, step: int, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Run one step of all: inputs are written when all have done the last one, so none is two steps ahead."""
+    def _collect(
+        self,
+        on_way: collections.deque[Chunk],
+        found: Mapping[str, list[torch.Tensor]],
+        places: Mapping[str, tuple[str, int | None]],
+        traces: Mapping[str, Trace],
+    ) -> None:
+        """Wait until all have done the first chunk, copy what is recorded, and wait until all have committed it."""
+        last, where = on_way[0].last, on_way[0].places(self._slots)
+        given = {population for population, state in places.values() if state is None}
+        self._await(dict.fromkeys(self._everyone, last), on_way)
+        self._await(dict.fromkeys(given, last), on_way, rows=True)
+        for name, (population, _) in places.items():
+            if (trace := traces.get(name)) is None:
+                found[name].append(self._rows[population].read(self._rings.rows(population)[where]))
+                continue
+            if not trace.rings.wait({"trace": last}, _QUIET_S):  # it was published before
+                raise ActorError(f"what was recorded of {name!r} is lost")
+            found[name].append(trace.row.read(trace.rings.rows("trace")[where]))
+        self._rings.publish(DONE, last)
+        self._await(dict.fromkeys(self._clocks, last), on_way)
+        self._commit_inputs(last)
+        self._rings.publish(COMMITTED, last)
+        on_way.popleft()
+
+    def _trace(self, name: str, index: int) -> Trace:
+        """Return where a state tensor of each step is recorded."""
+        if (name, index) not in self._traces:
+            row = attrs.evolve(self._rows[name], is_binary=False)
+            rings = self._system.rings({"trace": RingForm(self._slots, row.words)})
+            self._traces[name, index] = Trace(name, index, row, rings)
+        return self._traces[name, index]
+
+    def _feed(self, chunk: Chunk, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Write a chunk's inputs. The last chunk but one is committed, so nobody reads what was there."""
+        places = chunk.places(self._slots)
         for name, value in inputs.items():
-            if self._tensors[name].version < step:
-                with self._tensors[name].write(wait=True, device=self._side) as state:
-                    _output(state, 0, step).copy_(value)
-        for actor in self._actors:
-            actor.tell(step)
-        for tensor in self._tensors.values():
-            while not tensor.wait(step, timeout=_POLL_S):
-                self._system.check()
-                for actor in self._actors:  # one that failed has lost the message, one that timed out needs another
-                    with contextlib.suppress(MailboxFullError):
-                        actor.tell(step, timeout=0)
+            row = self._rows[name]
+            rows = torch.zeros(chunk.count, row.words, dtype=torch.int64)
+            row.write(rows, value[: chunk.count])
+            self._rings.rows(name)[places] = rows
+            self._rings.publish(name, chunk.last, since=chunk.first - 1)
+
+    def _commit_inputs(self, clock: int) -> None:
+        for name in self._network.inputs:
+            with self._tensors[name].write(wait=True, device=self._side) as state:
+                self._layouts[name].write(state, clock, (), self._rings.rows(name))
+
+    def _await(self, needs: Mapping[str, int], on_way: Sequence[Chunk], *, rows: bool = False) -> None:
+        """Wait for stamps; chunks are sent again to actors that are late, as one that failed has lost its message.
+
+        Raises:
+            _HaltedError: A chunk can't be done.
+            ActorDeadError: An actor failed too often.
+        """
+        while not self._rings.wait(needs, POLL_S, stop=HALT, rows=rows):
+            if self._rings.stamp(HALT):
+                raise _HaltedError
+            self._system.check()
+            for actor, chunk in itertools.product(self._actors, tuple(on_way)):
+                with contextlib.suppress(MailboxFullError):
+                    actor.tell(chunk, timeout=0)
+
+    def _recover(self, on_way: Sequence[Chunk], cause: BaseException) -> None:
+        """Bring all back to the last chunk that is committed; raise what ended a chunk, if that is the cause."""
+        self._rings.publish(HALT, 1)
+        try:
+            clocks, errors = self._quiet(self._actors)
+            clock = max(clocks)
+            late = [actor for actor, own in zip(self._actors, clocks, strict=True) if own < clock]
+            if late:  # they have lost their message after all had done the chunk
+                self._rings.publish(HALT, 0)
+                done = [chunk for chunk in on_way if chunk.last <= clock]
+                for actor, chunk in itertools.product(late, done):
+                    actor.tell(chunk)
+                self._await(dict.fromkeys(self._clocks, clock), done)
+                self._quiet(self._actors)
+            self._commit_inputs(clock)
+            self._rings.publish(COMMITTED, clock)
+            for rings in (self._rings, *(trace.rings for trace in self._traces.values())):
+                rings.rewind(clock)
+            self._rings.publish(HALT, 0)
+        except (Q4Error, _HaltedError) as error:
+            self._failure = error if isinstance(error, Q4Error) else ActorError("a chunk failed while it was redone")
+            if isinstance(cause, _HaltedError):
+                raise self._failure from None
+        else:
+            if isinstance(cause, _HaltedError):
+                raise errors[0] from None
+
+    @staticmethod
+    def _quiet(actors: Sequence[ActorRef]) -> tuple[list[int], list[Q4Error]]:
+        """Let actors end their messages and forget what is not committed; return their clocks, and what failed.
+
+        Raises:
+            ActorError: One does not answer.
+        """
+        clocks, errors = [], []
+        for actor in actors:
+            try:
+                clocks.append(actor.ask(None, timeout=_QUIET_S))
+            except (ActorDeadError, AskTimeoutError, MailboxFullError):
+                raise
+            except Q4Error as error:
+                errors.append(error)
+                clocks.append(actor.ask(None, timeout=_QUIET_S))
+        return clocks, errors
+
+
+class _HaltedError(Exception):
+    """An actor has found that a chunk can't be done."""
+
+
+def _depths_of(network: Network) -> dict[str, int]:
+    """Return how many of each population's last rows its readers may need."""
+    depths = dict.fromkeys(network.order, 0)
+    for item in network.graph.projections.values():
+        depths[item.source] = max(depths[item.source], item.delay + (memory_of(item) or 0))
+    return depths
+
+
+def _cost_of(network: Network, name: str) -> int:
+    """Return about how many synapses lead into a population."""
+    costs = [network.population(name).size]
+    for item in network.graph.into(name):
+        count = getattr(item, "synapses", None)
+        costs.append(count if isinstance(count, int) else item.source_size * item.target_size)
+    return sum(costs)
+
+
+def _split(costs: Sequence[tuple[str, int]], count: int) -> list[list[str]]:
+    """Return runs of neighbours of about the same cost: no actor waits in a step for one that waits for it."""
+    groups: list[list[str]] = [[]]
+    left, share = count, sum(cost for _, cost in costs) / count
+    done = 0.0
+    for index, (name, cost) in enumerate(costs):
+        is_full = groups[-1] and done + cost / 2 > share * len(groups)
+        if left > 1 and (is_full or len(costs) - index < left):
+            groups.append([])
+            left -= 1
+        groups[-1].append(name)
+        done += cost
+    return groups

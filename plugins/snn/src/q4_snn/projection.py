@@ -17,7 +17,17 @@ from q4core import ConfigError, InputError, Q4Linear, dequantize
 if TYPE_CHECKING:
     from q4_snn.population import Population
 
-__all__ = ["EventProduct", "Product", "Projection", "Synapses", "coming_of", "numbers_of", "packed_layer", "product_of"]
+__all__ = [
+    "EventProduct",
+    "Product",
+    "Projection",
+    "Synapses",
+    "coming_of",
+    "memory_of",
+    "numbers_of",
+    "packed_layer",
+    "product_of",
+]
 
 Product = Callable[..., torch.Tensor]
 """Function that returns the input of a target [B, n] from spikes [B, m] and from what is on its way."""
@@ -28,12 +38,14 @@ _ROWS_AHEAD = 64
 class Synapses(Protocol):
     """The protocol of a projection: every ``nn.Module`` that has it may be one, in a network and on actors.
 
-    Three methods are optional:
+    Three methods and an attribute are optional:
 
     - ``coming(batch)`` returns a tensor for what is on its way, at rest; ``SparseProjection`` has one of shape [steps,
       B, target_size]. Each call then gets spikes, that tensor, which it may write, and how many steps were taken
       before. A projection that changes with the spikes stores the change there: state of its own is no part of a
       network's state, and an actor that is restarted begins with what the projection was at first.
+    - ``memory_steps`` says that what is on its way depends on the last so many calls alone. Actors then store the
+      spikes of these steps, as bits, and make it again from them; else they store it as it is.
     - ``for_run()`` returns what is called in the projection's place in a run of many steps.
     - ``numbers()`` returns the tensors that decide what it gives, for checkpoints of actors. Defaults to the values of
       ``state_dict()``.
@@ -64,6 +76,12 @@ def coming_of(item: Synapses, batch: int) -> torch.Tensor | None:
     """Return what is on its way in a projection at rest; None where it has no such tensor."""
     coming = getattr(item, "coming", None)
     return None if coming is None else coming(batch)
+
+
+def memory_of(item: Synapses) -> int | None:
+    """Return how many calls decide what is on its way in a projection; None where all of them may."""
+    found: int | None = getattr(item, "memory_steps", None)
+    return found
 
 
 def numbers_of(item: Synapses) -> tuple[Any, ...]:

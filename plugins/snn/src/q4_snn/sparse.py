@@ -238,6 +238,11 @@ class SparseProjection(nn.Module):
         self.now = (self.now + 1) % len(self.ring)
         return _take(self.ring, self.now)
 
+    @property
+    def memory_steps(self) -> int:
+        """How many of the last calls of ``forward`` decide what is on its way."""
+        return self.weight.longest - 1
+
     def coming(self, batch: int) -> torch.Tensor:
         """Return a ring of no input [steps, batch, targets], for ``forward``."""
         weight = self.weight

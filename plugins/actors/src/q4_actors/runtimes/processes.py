@@ -21,12 +21,16 @@ from q4_actors.runtimes.process_ref import HERE, ProcessRef, Worker, remove_box
 from q4_actors.runtimes.process_worker import Sealed, work
 from q4_actors.runtimes.weights import HasForm, InSegment, SharedWeight, share_by
 from q4_actors.tensors.placing import decide_for_processes, record
+from q4_actors.tensors.rings import SharedRings
 from q4_actors.tensors.shared import SharedMutableTensor
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import q4core as q4
     from q4_actors.runtimes.actor import Report
+    from q4_actors.tensors.rings import RingForm
 
 __all__ = ["Processes"]
 
@@ -91,6 +95,12 @@ class Processes:
             return made
 
         return share_by(make, what, canonical=canonical)
+
+    def rings(self, forms: Mapping[str, RingForm]) -> SharedRings:
+        """Return rings in shared memory."""
+        made = SharedRings(forms)
+        self._note_segment(made.segment)
+        return made
 
     def _note_segment(self, name: str) -> None:
         """Note shared memory whose name goes with this process, however it ends."""

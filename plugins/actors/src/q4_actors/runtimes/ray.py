@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 import warnings
@@ -27,6 +28,7 @@ from q4_actors.runtimes.actor import (
 from q4_actors.runtimes.errors import ActorDeadError, ActorError, MessageError
 from q4_actors.runtimes.memory_report import ActorMemory, memory_of
 from q4_actors.runtimes.ray_hub import BORN, Hub, key_of, words_of
+from q4_actors.runtimes.ray_rings import RayRings
 from q4_actors.runtimes.ray_tensor import RayTensor
 from q4_actors.runtimes.weights import HasForm, SharedWeight, forms_of, from_flat, share_by, to_flat
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from q4_actors.runtimes.actor import Report
+    from q4_actors.tensors.rings import RingForm
 
 __all__ = ["RayRef", "RayRuntime"]
 
@@ -278,6 +281,10 @@ class RayRuntime:
     def mutable(self, tensor: torch.Tensor, name: str, version: int, **options: Any) -> RayTensor:
         """Return a tensor that the hub holds in Ray's object store."""
         return RayTensor.create(self._hub, tensor, name, version, **options)
+
+    def rings(self, forms: Mapping[str, RingForm]) -> RayRings:
+        """Return rings whose rows lie in the object store, and whose stamps are the hub's."""
+        return RayRings.create(self._hub, secrets.token_hex(8), forms)
 
     @staticmethod
     def share(what: q4.Q4Linear | q4.PackedWeight | HasForm, *, canonical: bool) -> SharedWeight:

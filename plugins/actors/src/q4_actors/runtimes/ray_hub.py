@@ -7,6 +7,7 @@ holds nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import secrets
@@ -25,6 +26,10 @@ _LOOK_S = 0.2
 _Holder = tuple[Any, str, str]
 """Ray's handle of a writer, None for the process that spawns; which incarnation; and which of its blocks."""
 
+_Piece = tuple[int, int, list[Any]]
+_Need = tuple[int, int, bool]
+"""The least row, the last one that is there already, and whether rows are wanted, or their number alone."""
+
 
 class _State:
     """One tensor: its newest version, and the turn."""
@@ -35,6 +40,48 @@ class _State:
         self.moved = asyncio.Condition()
 
 
+class _Rings:
+    """Stamps of rings, and references of the rows that were published, by name: (rows before, last row, its box)."""
+
+    def __init__(self, slots: dict[str, int]) -> None:
+        self.slots, self.stamps = slots, dict.fromkeys(slots, 0)
+        self.pieces: dict[str, list[_Piece]] = {name: [] for name in slots}
+        self.moved = asyncio.Condition()
+
+    def publish(self, name: str, since: int, stamp: int, box: list[Any] | None) -> None:
+        """Store a reference in the place of those of the same rows: their owner has ended."""
+        if box is None:
+            self.stamps[name] = stamp
+            return
+        others = [piece for piece in self.pieces[name] if piece[1] <= since or piece[0] >= stamp]
+        self.stamps[name] = max(self.stamps[name], stamp)
+        oldest = self.stamps[name] - self.slots[name]
+        self.pieces[name] = sorted([*(piece for piece in others if piece[1] > oldest), (since, stamp, box)])
+
+    def rewind(self, stamp: int) -> None:
+        """Drop all rows behind one."""
+        for name, pieces in self.pieces.items():
+            self.stamps[name] = min(self.stamps[name], stamp)
+            self.pieces[name] = [piece for piece in pieces if piece[1] <= stamp]
+
+    def after(self, name: str, have: int) -> list[_Piece]:
+        """Return pieces without a gap for who has rows up to ``have``, or needs none of these."""
+        found: list[_Piece] = []
+        for piece in self.pieces[name]:
+            if piece[0] <= have < piece[1]:
+                found.append(piece)
+                have = piece[1]
+        return found
+
+    def look(self, name: str, need: _Need) -> tuple[int, list[_Piece]]:
+        """Return how far a ring is for who needs it so, and the pieces that are missing there."""
+        _, have, wants_rows = need
+        if not wants_rows:
+            return self.stamps[name], []
+        pieces = self.after(name, have)
+        return (pieces[-1][1] if pieces else have), pieces
+
+
 class Hub:
     """One of Ray's actors for each system: the newest version of each tensor, whose turn it is, and all events."""
 
@@ -42,6 +89,7 @@ class Hub:
         self._states: dict[str, _State] = {}
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._stopped: set[str] = set()
+        self._rings: dict[str, _Rings] = {}
 
     async def report(self, event: Any) -> None:
         """Store an event until it is fetched."""
@@ -121,6 +169,39 @@ class Hub:
         async with state.moved:
             state.moved.notify_all()
         return state.version
+
+    async def add_rings(self, key: str, slots: dict[str, int]) -> None:
+        """List rings, by name with their numbers of slots."""
+        self._rings[key] = _Rings(slots)
+
+    async def publish_rows(self, key: str, name: str, since: int, stamp: int, box: list[Any] | None) -> None:
+        """Store where rows are, boxed so that they are not fetched; or a stamp alone."""
+        rings = self._rings[key]
+        rings.publish(name, since, stamp, box)
+        async with rings.moved:
+            rings.moved.notify_all()
+
+    async def rewind_rows(self, key: str, stamp: int) -> None:
+        """Set back all rings that have more rows."""
+        self._rings[key].rewind(stamp)
+
+    async def await_rows(
+        self, key: str, needs: dict[str, _Need], stop: str | None, seconds: float
+    ) -> tuple[dict[str, tuple[int, list[_Piece]]], int]:
+        """Wait until rings are so far, or one has a stamp; return what there is of each, and that stamp."""
+        rings = self._rings[key]
+
+        def found() -> dict[str, tuple[int, list[_Piece]]]:
+            return {name: rings.look(name, need) for name, need in needs.items()}
+
+        def is_over() -> bool:
+            there = found()
+            return bool(stop and rings.stamps[stop]) or all(there[name][0] >= need[0] for name, need in needs.items())
+
+        async with rings.moved:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(rings.moved.wait_for(is_over), seconds)
+        return found(), rings.stamps[stop] if stop else 0
 
 
 def key_of(handle: Any) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from q4_actors.runtimes.actor import Report
     from q4_actors.runtimes.memory_report import ActorMemory
     from q4_actors.runtimes.weights import HasForm, SharedWeight
+    from q4_actors.tensors.rings import RingForm, Rings
     from q4_actors.tensors.tensor import MutableTensor
 
 __all__ = ["ActorSystem"]
@@ -86,6 +87,7 @@ class ActorSystem:
         self._tensors: dict[str, MutableTensor] = {}
         self._sources: dict[str, str] = {}
         self._weights: list[SharedWeight] = []
+        self._rings: list[Rings] = []
         self._dead: ActorDeadError | None = None
         self._lock = threading.RLock()
         self._is_closed = False
@@ -196,6 +198,22 @@ class ActorSystem:
             self._weights.append(made)
             return made
 
+    def rings(self, forms: Mapping[str, RingForm]) -> Rings:
+        """Return rings of rows that actors publish by stamps; see ``Rings``. They are in no checkpoint.
+
+        Args:
+            forms: Name → form.
+
+        Raises:
+            ActorError: The system was stopped, or the object store is full (Ray).
+            InputError: There is too little shared memory (processes).
+        """
+        with self._lock:
+            self._require_open()
+            made: Rings = self._runtime.rings(forms)
+            self._rings.append(made)
+            return made
+
     def memory_report(self) -> dict[str, ActorMemory]:
         """Return the resident memory of each live actor's process, by the actor's name; on Linux."""
         found = {}
@@ -257,6 +275,8 @@ class ActorSystem:
             tensor.close()
         for weight in self._weights:
             weight.close()
+        for rings in self._rings:
+            rings.close()
         self._runtime.close()
         if late:
             raise late[0]

@@ -13,13 +13,17 @@ from q4_actors.runtimes.errors import ActorDeadError, ActorError
 from q4_actors.runtimes.memory_report import memory_of
 from q4_actors.runtimes.weights import HasForm, Held, SharedWeight, share_by
 from q4_actors.tensors.placing import mutable
+from q4_actors.tensors.rings import Rings
 from q4core.plugin_api import PLUGIN_FAULTS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from q4_actors.runtimes.actor import Options, Report
     from q4_actors.runtimes.memory_report import ActorMemory
+    from q4_actors.tensors.rings import RingForm
     from q4_actors.tensors.tensor import MutableTensor
 
 __all__ = ["ThreadRef", "Threads"]
@@ -171,6 +175,11 @@ class Threads:
     def share(what: q4.Q4Linear | q4.PackedWeight | HasForm, *, canonical: bool) -> SharedWeight:
         """Return a weight over the very tensors of the layer."""
         return share_by(Held, what, canonical=canonical, devices=frozenset({"cpu", "cuda"}))
+
+    @staticmethod
+    def rings(forms: Mapping[str, RingForm]) -> Rings:
+        """Return rings in this process's memory."""
+        return Rings(forms)
 
     def close(self) -> None:
         """Release what the runtime holds: nothing."""
