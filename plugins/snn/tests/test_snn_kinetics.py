@@ -322,6 +322,8 @@ A, B = Population("a", 2, spikes=True), Population("b", 3, LIF(1e-3))
     ("build", "name"),
     [
         (lambda: ExpSynapses(Projection(A, B), 5e-5), "tau_syn"),
+        (lambda: ExpSynapses(torch.nn.Linear(2, 3), 1e-3), "projection"),  # type: ignore[arg-type]  # the point
+        (lambda: ExpSynapses(AlphaSynapses(Projection(A, B), 1e-3, reversal=0.0), 1e-3), "projection"),
         (lambda: ExpSynapses(Projection(A, B), torch.ones(2)), "tau_syn"),
         (lambda: ExpSynapses(Projection(A, B), torch.full((3,), torch.nan)), "tau_syn"),
         (lambda: ExpSynapses(Projection(A, B), torch.ones(3, requires_grad=True)), "tau_syn"),

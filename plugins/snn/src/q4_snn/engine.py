@@ -11,7 +11,7 @@ import torch
 from q4_programs import BoundProgram, Op, Program, SparseWeight, Step, View, bind, pack_bits, unpack_bits
 from q4_programs.ops import WORD
 from q4_snn.emission import Emission, Source
-from q4_snn.projection import coming_of
+from q4_snn.projection import coming_of, memory_of
 from q4core.plugin_api import outside_inference
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class PopulationProgram:
     def _refilled(self) -> list[str]:
         """Return the projections whose ``coming`` follows from the last spikes."""
         parts = self._graph.projections
-        return [name for name in self.coming if getattr(parts[name], "memory_steps", 0) is not None]
+        return [name for name in self.coming if memory_of(parts[name]) is not None]
 
     def run(self, first: int, count: int) -> None:
         """Advance by some steps.
@@ -281,7 +281,7 @@ class PopulationProgram:
     def refill(self, first: int) -> None:
         """Make what is on its way before a step from the spikes of the steps before it, which ``outputs`` holds.
 
-        A projection whose ``memory_steps`` is None has what no last spikes give: its ``coming`` stays as it is.
+        A projection without ``memory_steps`` has what no last spikes give: its ``coming`` stays as it is.
 
         Args:
             first: Number of steps before.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from q4_snn.projection import Synapses
+from q4_snn.projection import Synapses, lacking
 from q4core import ConfigError
 
 if TYPE_CHECKING:
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from q4_snn.population import Population
 
 __all__ = ["Graph"]
-
-_FACTS = tuple(Synapses.__annotations__)
 
 
 class Graph:
@@ -31,9 +29,9 @@ class Graph:
 
     def __init__(self, populations: Sequence[Population], projections: Sequence[Synapses]) -> None:
         for item in projections:
-            if lacking := [name for name in _FACTS if not hasattr(item, name)]:
-                rule = f"a module with {', '.join(_FACTS)}"
-                value = f"a {type(item).__name__} without {', '.join(lacking)}"
+            if missing := lacking(item):
+                rule = f"a module with {', '.join(Synapses.__annotations__)}"
+                value = f"a {type(item).__name__} without {', '.join(missing)}"
                 raise ConfigError("network", name="projection", rule=rule, value=value)
         for what, names in (
             ("population", [item.name for item in populations]),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from q4_snn.neuron import at_least
-from q4_snn.projection import coming_of, numbers_of, product_of
+from q4_snn.projection import coming_of, lacking, numbers_of, product_of
 from q4core import ConfigError
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ class _Kinetics(nn.Module):
     What is on its way has rows behind those of the inner projection, one for each state, [rows, B, target_size].
     """
 
-    memory_steps = None
-    """A spike is never forgotten: what is on its way can't be made again from the last spikes."""
     inner: Synapses
     rows: int
     tau_syn: Parameter
@@ -38,6 +36,11 @@ class _Kinetics(nn.Module):
         self, projection: Synapses, tau_syn: Parameter, *, dt: float = 1e-4, reversal: float | None = None
     ) -> None:
         super().__init__()
+        missing = ", ".join(lacking(projection))
+        if missing or getattr(projection, "reversal", None) is not None:
+            rule = "a module with what Synapses names, which gives no conductances"
+            value = f"a {type(projection).__name__}" + (f" without {missing}" if missing else " with a reversal")
+            raise ConfigError(type(self).__name__, name="projection", rule=rule, value=value)
         self.inner = projection
         self.name, self.source, self.target = projection.name, projection.source, projection.target
         self.source_size, self.target_size = projection.source_size, projection.target_size

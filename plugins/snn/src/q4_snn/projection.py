@@ -23,6 +23,7 @@ __all__ = [
     "Projection",
     "Synapses",
     "coming_of",
+    "lacking",
     "memory_of",
     "numbers_of",
     "packed_layer",
@@ -64,6 +65,11 @@ class Synapses(Protocol):
 
     def __call__(self, spikes: torch.Tensor, *on_its_way: Any) -> torch.Tensor:
         """Return the input of the target [..., target_size] from the source's spikes [..., source_size]."""
+
+
+def lacking(item: object) -> list[str]:
+    """Return what an object lacks of the protocol ``Synapses``."""
+    return [name for name in Synapses.__annotations__ if not hasattr(item, name)]
 
 
 def product_of(item: Synapses) -> Product:
