@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from q4_nn import pack_
+from q4_nn import STEConv2d, pack_
 from q4_snn import (
     ALIF,
     IF,
@@ -20,11 +22,15 @@ from q4_snn import (
     CubaLIF,
     ExpSynapses,
     Izhikevich,
+    LayerProjection,
     Network,
     NirError,
+    NirWarning,
     Population,
     Projection,
+    Scale,
     SparseProjection,
+    SumPool2d,
     from_nir,
     read_nir,
     spikegen,
@@ -39,7 +45,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore:nirtorch:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.filterwarnings("ignore:nirtorch:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:other programs read:q4_snn.NirWarning"),  # a test of its own looks at it
+]
 STEPS = 100
 
 
@@ -346,6 +356,132 @@ def test_everything_comes_back(nir: Any, tmp_path: Path) -> None:
     assert {name: item.delay for name, item in parts.items()} == {item.name: item.delay for item in projections}
 
 
+def maps(kind: str, *, form: str | None = None) -> Network:
+    """Return a network of convolutions and pooling over images [2, 8, 8], or over sequences [2, 20]."""
+    torch.manual_seed(0)
+    conv: Any = nn.Conv2d if form is None else functools.partial(STEConv2d, format=form)
+    neurons = functools.partial(LIF.from_beta, 0.9, reset="value")
+    if kind == "sequence":
+        a, b = Population("a", 40), Population("b", 4 * 9, neurons())
+        first = LayerProjection(a, b, nn.Conv1d(2, 4, 3, stride=2), shape=(2, 20))
+        return Network([a, b], [first])
+    a, b = Population("a", 128), Population("b", 4 * 8 * 8, neurons())
+    c, d = Population("c", 6 * 2 * 2, neurons()), Population("d", 5, neurons())
+    pool = nn.AvgPool2d(2) if kind == "average" else SumPool2d(2)
+    back: list[nn.Module] = [pool, conv(4, 6, 3, stride=(1, 2), padding=(0, 1), bias=False)]
+    if kind == "all":
+        back = [SumPool2d((2, 2), (2, 2)), Scale(torch.linspace(0.5, 1.5, 4)[:, None, None]), *back[1:]]
+    return Network(
+        [a, b, c, d],
+        [
+            LayerProjection(a, b, conv(2, 4, 3, padding=1), shape=(2, 8, 8)),
+            LayerProjection(b, c, nn.Sequential(*back, nn.Identity()), shape=(4, 8, 8)),
+            Projection(c, d, bias=True),
+        ],
+    )
+
+
+@pytest.mark.parametrize("form", [None, "nf4"])
+@pytest.mark.parametrize("kind", ["sequence", "sum", "average", "all"])
+def test_maps_come_back(nir: Any, kind: str, form: str | None, tmp_path: Path) -> None:
+    """Convolutions, pooling and scales are the same after a file, as they are trained and packed; shapes are stated."""
+    network = maps(kind, form=form)
+    names = [name for name, item in network.populations.items() if item.neuron is not None]
+    x = events(network.population("a").size) * 3
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(4)
+        for packed in (False, True):
+            if packed and form is not None:
+                pack_(network, Session(SessionConfig(device="cpu", activation_precision="exact")))
+            expected, _ = network(x, record=names)
+            assert min(float(value.mean()) for value in expected.values()) > 0.01
+            write_nir(tmp_path / "maps.nir", network)
+            again = read_nir(tmp_path / "maps.nir")
+            assert [*again.projections] == [*network.projections]
+            found, _ = again(x, record=names)
+            for name in names:  # a packed layer adds in another order
+                assert (found[name] != expected[name]).float().mean() <= (2e-3 if packed and form else 0)
+    graph = nir.read(tmp_path / "maps.nir")
+    assert graph.nodes["b"].v_threshold.shape == ((4, 9) if kind == "sequence" else (4, 8, 8))
+    conv = next(node for node in graph.nodes.values() if type(node).__name__.startswith("Conv"))
+    assert conv.metadata.get("q4_format") == (None if kind == "sequence" else form)
+
+
+@pytest.mark.parametrize("form", [None, "nf4"])
+def test_maps_to_snntorch_and_back(snn: Any, form: str | None) -> None:
+    """Convolutions and average pooling give the same spikes in snnTorch; what it exports of them, here."""
+    network = maps("average", form=form)
+    x = events(128, batch=1) * 3  # its importer flattens the batch, too: one sample without a batch
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(4)
+        expected = network(x)[0]["d"]
+        assert expected.sum() > 50
+        theirs = snn.import_nir.import_from_nir(to_nir(network))
+        found, state = [], None
+        for step in x:
+            out, state = theirs(step.view(2, 8, 8), state)
+            found.append(out)
+        assert torch.equal(torch.stack(found).float(), expected[:, 0])
+
+    def neurons(*shape: int) -> Any:
+        options: dict[str, Any] = {"init_hidden": True, "reset_mechanism": "zero", "reset_delay": False}
+        return snn.Leaky(beta=torch.full(shape, 0.9), threshold=torch.ones(shape), **options)
+
+    layers = [nn.Conv2d(2, 4, 3), neurons(4, 6, 6), nn.AvgPool2d(2, 2), nn.Flatten(), nn.Linear(36, 5), neurons(5)]
+    model = nn.Sequential(*layers)
+    graph = snn.export_nir.export_to_nir(model, torch.zeros(1, 2, 8, 8), ignore_dims=[0])
+    ours = from_nir(graph, dt=1e-4)
+    with torch.no_grad():
+        x = events(128) * 3
+        expected = run_theirs(model, x.view(STEPS, -1, 2, 8, 8))
+        assert expected.sum() > 50
+        assert torch.equal(ours(x)[0][ours.outputs[0]], expected)
+
+
+@pytest.mark.filterwarnings("error::q4_snn.NirWarning")
+def test_what_others_do_not_read(nir: Any, tmp_path: Path) -> None:
+    """What is metadata alone is a warning that names it and the population; what NIR has is none."""
+    a = Population("a", 8)
+    for options, told in (
+        ({"reset": "subtract"}, "reset='subtract' of population 'b'"),
+        ({"reset_delay": True}, "reset_delay=True of population 'b'"),
+        ({"threshold_inclusive": True}, "threshold_inclusive=True of population 'b'"),
+        ({"t_refractory": 2e-3}, "its refractory time of population 'b'"),
+    ):
+        b = Population("b", 8, LIF(1e-2, **{"reset": "value", **options}))  # type: ignore[arg-type]  # options of a LIF
+        with pytest.warns(NirWarning, match=told):
+            to_nir(Network([a, b], [Projection(a, b)]))
+    b = Population("b", 8, LIF(1e-2, reset="value"))
+    to_nir(Network([a, b], [Projection(a, b, delay=3)]))
+    layer = nn.Conv2d(1, 1, (3, 2), stride=(1, 2), padding=(1, 1))
+    b = Population("b", 6, LIF(1e-2, reset="value"))
+    network = Network([a, b], [LayerProjection(a, b, layer, shape=(1, 2, 4))])
+    with pytest.warns(NirWarning, match="nir takes the kernel of 'a->b' for a square one"):
+        write_nir(tmp_path / "oblong.nir", network)
+    with torch.no_grad():
+        x = events(8) * 5
+        assert torch.equal(read_nir(tmp_path / "oblong.nir")(x)[0]["b"], network(x)[0]["b"])
+    with pytest.raises(ValueError, match="type mismatch"):
+        nir.read(tmp_path / "oblong.nir")  # if nir reads it, there is nothing left to warn of
+
+
+def test_maps_that_nir_has_not(nir: Any) -> None:
+    """Layers and paddings that no node states are errors that name the projection."""
+    del nir
+    a, b = Population("a", 64), Population("b", 64, LIF(1e-3))
+    for layer in (
+        nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular"),
+        nn.ReLU(),
+        nn.Sequential(nn.Upsample(scale_factor=2), nn.AvgPool2d(2, ceil_mode=True)),
+        nn.Linear(8, 8),
+    ):
+        with pytest.raises(NirError) as caught:
+            to_nir(Network([a, b], [LayerProjection(a, b, layer, shape=(1, 8, 8))]))
+        assert (caught.value.where, caught.value.name) == ("a->b", "layer")
+
+
 def test_recurrent_of_snntorch(snn: Any) -> None:
     """A recurrent network of snnTorch's, which is a graph in the graph, becomes a projection with a delay of one."""
     torch.manual_seed(0)
@@ -396,13 +532,14 @@ def test_refused_graphs(nir: Any) -> None:
     lif = nir.LIF(tau=ones, r=ones, v_leak=0 * ones, v_threshold=ones)
     matrix, start, end = nir.Linear(np.ones((3, 3))), nir.Input(np.array([3])), nir.Output(np.array([3]))
     for nodes, where, name in (
-        ({"scale": nir.Scale(ones), "lif": lif}, "scale", "node"),
-        ({"w": matrix, "v": nir.Linear(np.ones((3, 3))), "lif": lif}, "v", "node"),
+        ({"step": nir.Threshold(ones), "lif": lif}, "step", "node"),
+        ({"w": matrix, "scale": nir.Scale(np.ones(4)), "lif": lif}, "w", "node"),
+        ({"w": matrix, "scale": nir.Scale(np.ones((3, 1))), "lif": lif}, "w", "node"),
         ({"lif": lif}, "lif", "edge"),
         ({"w": matrix, "lif": nir.LIF(tau=0 * ones, r=ones, v_leak=ones, v_threshold=ones)}, "lif", "tau_mem"),
     ):
         chain = ["in", *nodes, "out"]
-        graph = nir.NIRGraph({"in": start, **nodes, "out": end}, [*itertools.pairwise(chain)])
+        graph = nir.NIRGraph({"in": start, **nodes, "out": end}, [*itertools.pairwise(chain)], type_check=False)
         with pytest.raises(NirError) as caught:
             from_nir(graph, dt=1e-4)
         assert (caught.value.where, caught.value.name) == (where, name)
@@ -420,12 +557,12 @@ def test_refused_graphs(nir: Any) -> None:
         assert (caught.value.where, caught.value.value) == ("b", type(neuron).__name__)
     b = Population("b", 3, LIF(1e-3))
     for kind in (ExpSynapses, AlphaSynapses):
-        with pytest.raises(NirError, match="a Projection, as NIR has dense weights alone") as caught:
+        with pytest.raises(NirError, match="a Projection or LayerProjection, as NIR has dense") as caught:
             to_nir(Network([a, b], [kind(Projection(a, b), 1e-3)]))
         assert (caught.value.where, caught.value.value) == ("a->b", kind.__name__)
     b, one = Population("b", 3, LIF(1e-3)), torch.ones(1, dtype=torch.int64)
     sparse = SparseProjection(one, one, torch.ones(1), one, sources=b, targets=b)
-    with pytest.raises(NirError, match="a Projection, as NIR has dense weights alone") as caught:
+    with pytest.raises(NirError, match="a Projection or LayerProjection, as NIR has dense") as caught:
         to_nir(Network([a, b], [Projection(a, b), sparse]))
     assert (caught.value.where, caught.value.value) == ("b->b", "SparseProjection")
 

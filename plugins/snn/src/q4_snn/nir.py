@@ -6,14 +6,20 @@ NIR states equations, no step: neither dt nor a reset by subtraction is in it. B
 
 from __future__ import annotations
 
+import itertools
+import math
+import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 
+from q4_snn.maps import LayerProjection
 from q4_snn.network import Network
 from q4_snn.neurons import IF, LI, LIF, CubaLIF
-from q4_snn.nir_graph import NODES, NirError, clean, closing, flattened, paths_from, sizes_of
+from q4_snn.nir_graph import MATRICES, NODES, NirError, NirWarning, clean, closing, flattened, numbers, paths_from
+from q4_snn.nir_layers import layer_of, nodes_of, shape_after
 from q4_snn.population import Population
 from q4_snn.projection import Projection
 from q4core import ConfigError, PluginError
@@ -21,10 +27,12 @@ from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from q4_snn.neuron import Neuron, Reset
+    from q4_snn.nir_graph import Path
 
-__all__ = ["NirError", "from_nir", "read_nir", "to_nir", "write_nir"]
+__all__ = ["NirError", "NirWarning", "from_nir", "read_nir", "to_nir", "write_nir"]
 
 _NEURONS: dict[str, type[Neuron]] = {"LIF": LIF, "CubaLIF": CubaLIF, "LI": LI, "IF": IF}
 _FIELDS = {
@@ -75,7 +83,8 @@ def to_nir(network: Network) -> Any:
     """Return a network as a ``nir.NIRGraph``, its weights as the dense numbers that its forward pass uses.
 
     Where a projection closes a cycle, NIR's readers take one step of delay for granted; every further step, and
-    delays elsewhere, are ``Delay`` nodes.
+    delays elsewhere, are ``Delay`` nodes. What NIR has no field for is metadata, which this package reads: a
+    ``NirWarning`` says what others will not.
 
     Raises:
         NirError: A neuron or projection has no node in NIR, or populations differ in dt.
@@ -87,38 +96,96 @@ def to_nir(network: Network) -> Any:
     if len(steps) != 1:
         raise NirError("to_nir", name="dt", rule="one for all populations", value=sorted(steps))
     (dt,) = steps
-    nodes = {item.name: _node_of(nir, item) for item in populations}
+    shapes = _shapes(network)
+    nodes = {item.name: _node_of(nir, item, shapes[item.name]) for item in populations}
     edges: list[tuple[str, str]] = []
     for name, item in network.projections.items():
-        if not isinstance(item, Projection):
-            rule = "a Projection, as NIR has dense weights alone"
+        if not isinstance(item, (Projection, LayerProjection)):
+            rule = "a Projection or LayerProjection, as NIR has dense weights alone"
             raise NirError("to_nir", name="projection", rule=rule, value=type(item).__name__, where=name)
         if taken := {name, f"{name}_delay"} & {*nodes}:
             raise NirError("to_nir", name="name", rule="that of one node", value=min(taken), where=name)
-        metadata = {"delay": item.delay, **({} if item.format is None else {"q4_format": item.format})}
-        weight, bias = item.dense_weight().cpu().numpy(), getattr(item.synapses, "bias", None)
-        nodes[name] = (
-            nir.Linear(weight, metadata=metadata)
-            if bias is None
-            else nir.Affine(weight, bias.detach().cpu().numpy(), metadata=metadata)
-        )
-        edges.append((item.source, name))
+        found = _chain_of(nir, item, shapes[item.source], shapes[item.target])
+        names = [name if len(found) == 1 else f"{name}_{index}" for index in range(len(found))]
+        for each, node in zip(names, found, strict=True):
+            node.metadata |= {"delay": item.delay, "projection": name}
+            nodes[each] = node
+        way = [item.source, *names]
         if further := item.delay - network.graph.closes_cycle(item):
-            nodes[f"{name}_delay"] = nir.Delay(np.full(item.target_size, further * dt))
-            edges += [(name, f"{name}_delay"), (f"{name}_delay", item.target)]
-        else:
-            edges.append((name, item.target))
+            nodes[f"{name}_delay"] = nir.Delay(np.full(shapes[item.target], further * dt))
+            way.append(f"{name}_delay")
+        edges += [*itertools.pairwise([*way, item.target])]
     for name in network.outputs:
         nodes[f"{name}_output"] = nir.Output(nodes[name].output_type["output"])
         edges.append((name, f"{name}_output"))
-    return nir.NIRGraph(nodes, edges, metadata={"dt": dt})
+    wrong = _misjudged(nodes)
+    lost = [*_lost(populations), *wrong]
+    if lost:
+        warnings.warn(f"other programs read this graph without {'; '.join(lost)}", NirWarning, stacklevel=2)
+    return nir.NIRGraph(nodes, edges, metadata={"dt": dt}, type_check=not wrong)
 
 
-def _node_of(nir: Any, population: Population) -> Any:
+def _lost(populations: Sequence[Population]) -> list[str]:
+    """Return the facts of neurons that are metadata alone, for which NIR has no field."""
+    plain = {"reset": ("value", None), "reset_delay": (False, None), "threshold_inclusive": (False, None)}
+    found = []
+    for item in populations:
+        neuron = item.neuron
+        stated = {name: getattr(neuron, name, None) for name in plain}
+        facts = [f"{name}={value!r}" for name, value in stated.items() if value not in plain[name]]
+        if bool((torch.as_tensor(getattr(neuron, "t_refractory", 0.0)) > 0).any()):
+            facts.append("its refractory time")
+        if facts:
+            found.append(f"{', '.join(facts)} of population {item.name!r}")
+    return found
+
+
+def _misjudged(nodes: dict[str, Any]) -> list[str]:
+    """Return the convolutions whose output nir takes for another shape: it knows square kernels alone."""
+    return [
+        f"type_check=False, as nir takes the kernel of {name!r} for a square one"
+        for name, node in nodes.items()
+        if type(node).__name__ == "Conv2d" and len({*np.shape(node.weight)[2:]}) > 1
+    ]
+
+
+def _shapes(network: Network) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each population: that of maps where layers give or take maps, else its size."""
+    found: dict[str, tuple[int, ...]] = {
+        name: (cast("Population", item).size,) for name, item in network.populations.items()
+    }
+    for role, name_of in (("target", "target_shape"), ("source", "shape")):
+        for name, item in network.projections.items():
+            if not isinstance(item, LayerProjection) or len(shape := getattr(item, name_of)) == 1:
+                continue
+            end = getattr(item, role)
+            if len(found[end]) > 1 and found[end] != shape:
+                rule = f"of shape {[*found[end]]}, as by another projection"
+                raise NirError("to_nir", name="shape", rule=rule, value=[*shape], where=name)
+            found[end] = shape
+    return found
+
+
+def _chain_of(
+    nir: Any, item: Projection | LayerProjection, shape: tuple[int, ...], after: tuple[int, ...]
+) -> list[Any]:
+    """Return the nodes of a projection, in a row."""
+    layer = item.synapses
+    if isinstance(item, Projection) or len(item.shape) < len(shape):
+        layer = nn.Sequential(nn.Flatten(), layer)
+    found = nodes_of(nir, layer, shape, item.name)
+    given = (item.target_size,) if isinstance(item, Projection) else item.target_shape
+    if len(given) != len(after):
+        rule = f"one that gives {[*after]}, as others into its target do"
+        raise NirError("to_nir", name="projection", rule=rule, value=[*given], where=item.name)
+    return found
+
+
+def _node_of(nir: Any, population: Population, shape: tuple[int, ...]) -> Any:
     """Return the node of an input or of neurons, with one number of each parameter for each neuron."""
     neuron = population.neuron
     if neuron is None:
-        return nir.Input(np.array([population.size]))
+        return nir.Input(np.array(shape))
     kind = type(neuron).__name__
     if kind not in _NEURONS:
         rule = f"one of {', '.join(_NEURONS)}, which NIR has"
@@ -129,7 +196,7 @@ def _node_of(nir: Any, population: Population) -> Any:
         if value is None:  # one unit adds 1 in a step
             value = getattr(neuron, _GAINS[name], 1.0) / neuron.dt
         array = value.detach().cpu().double().numpy() if isinstance(value, torch.Tensor) else value
-        values[_nir_name(kind, name)] = np.zeros(population.size) + array
+        values[_nir_name(kind, name)] = (np.zeros(population.size) + array).reshape(shape)
     metadata = {name: getattr(neuron, name) for name in _OPTIONS if hasattr(neuron, name)}
     if (time := getattr(neuron, "t_refractory", None)) is not None:
         metadata["t_refractory"] = time.cpu().double().numpy() if isinstance(time, torch.Tensor) else time
@@ -149,7 +216,8 @@ def from_nir(
     """Return the network of a ``nir.NIRGraph``.
 
     Args:
-        graph: Of the nodes Input, Output, Linear, Affine, LIF, CubaLIF, LI, IF, Delay, Flatten, and graphs of these.
+        graph: Of the nodes Input, Output, Linear, Affine, Conv1d, Conv2d, SumPool2d, AvgPool2d, Scale, Flatten, LIF,
+            CubaLIF, LI, IF, Delay, and graphs of these.
         dt: Seconds of a step, in place of the graph's metadata. snnTorch and SpikingJelly take 1e-4. Norse
             1.1 with its own dt of 1e-3 writes time constants multiplied by that, so its files need 1e-6.
         reset: In place of the metadata; without either ``value``, which is NIR's.
@@ -158,11 +226,12 @@ def from_nir(
 
     Returns:
         A network whose projections are named as the graph's weights; those with a ``q4_format`` train in it. A
-        projection that closes a cycle takes one step.
+        projection that closes a cycle takes one step. Several nodes in a row, or one that is no matrix, are a
+        ``LayerProjection``.
 
     Raises:
-        NirError: A node is not one of these, neurons are joined without weights or by two, sizes do not fit, or
-            nobody states dt.
+        NirError: A node is not one of these, neurons are joined without weights, sizes do not fit, or nobody states
+            dt.
     """
     stated = graph.metadata.get("dt") if dt is None else dt
     if stated is None:
@@ -179,38 +248,103 @@ def from_nir(
     inputs = {clean(name) for name in graph.inputs}
     ends = [name for name in nodes if name in inputs or type(nodes[name]).__name__ in _NEURONS]
     paths = [path for name in ends for path in paths_from(name, nodes, edges, options["dt"])]
-    sizes = sizes_of(ends, nodes, paths)
+    layers = _layers_of(paths, nodes)
+    shapes = _read_shapes(ends, nodes, paths, layers)
     populations = {
-        name: Population(name, sizes[name], _neuron(name, nodes[name], options) if name not in inputs else None)
+        name: Population(
+            name, math.prod(shapes[name]), _neuron(name, nodes[name], options) if name not in inputs else None
+        )
         for name in ends
     }
     closes = closing(ends, paths)
-    names = [path.weight for path in paths]
-    projections = []
+    projections: list[nn.Module] = []
+    names = [_name_of(path, nodes) for path in paths]
     for index, path in enumerate(paths):
-        node, is_first = nodes[path.weight], path.weight not in names[:index]
-        name = path.weight if names.count(path.weight) == 1 else f"{path.weight}:{path.source}->{path.target}"
-        made = Projection(
-            populations[path.source],
-            populations[path.target],
-            format=node.metadata.get("q4_format"),
-            delay=int(node.metadata.get("delay", path.delay + (index in closes))),
-            bias=hasattr(node, "bias") and (is_first or path.target not in {p.target for p in paths[:index]}),
-            name=name,
-        )
-        state = {"weight": torch.from_numpy(np.array(node.weight, np.float32))}
-        if getattr(made.synapses, "bias", None) is not None:
-            state["bias"] = torch.from_numpy(np.array(node.bias, np.float32))
+        source, target = populations[path.source], populations[path.target]
+        name = names[index] if names.count(names[index]) == 1 else f"{names[index]}:{path.source}->{path.target}"
+        stated_delay = next((nodes[layer].metadata.get("delay") for layer in path.layers), None)
+        delay = path.delay + (index in closes) if stated_delay is None else int(stated_delay)
+        layer = layers[index]
+        if layer is not None:
+            shape = shapes[path.source]
+            projections.append(LayerProjection(source, target, layer, shape=shape, delay=delay, name=name))
+            continue
+        node = nodes[path.matrix(nodes) or ""]
+        has_bias = hasattr(node, "bias") and _has_bias(index, paths)
+        form = node.metadata.get("q4_format")
+        made = Projection(source, target, format=form, delay=delay, bias=has_bias, name=name)
+        state = {"weight": torch.from_numpy(numbers(node.weight, np.float32))}
+        if has_bias:
+            state["bias"] = torch.from_numpy(numbers(node.bias, np.float32))
         made.synapses.load_state_dict(state)
         projections.append(made)
     return Network([*populations.values()], projections)
+
+
+def _has_bias(index: int, paths: Sequence[Path]) -> bool:
+    """Return whether a path brings the biases on it: those that earlier ones to the same target do not."""
+    path = paths[index]
+    return all(p.layers != path.layers or p.target != path.target for p in paths[:index])
+
+
+def _name_of(path: Path, nodes: dict[str, Any]) -> str:
+    """Return the name that a path's nodes state, or that of its matrix, or of all its nodes."""
+    stated = {node.metadata.get("projection") for node in (nodes[name] for name in path.layers)}
+    if len(stated) == 1 and (name := next(iter(stated))) is not None:
+        return str(name)
+    return path.matrix(nodes) or "+".join(path.layers)
+
+
+def _layers_of(paths: Sequence[Path], nodes: dict[str, Any]) -> list[nn.Module | None]:
+    """Return the layer of each path; None for those of one matrix."""
+    return [
+        layer_of(path.layers, nodes, bias=_has_bias(index, paths)) if path.matrix(nodes) is None else None
+        for index, path in enumerate(paths)
+    ]
+
+
+def _stated_sizes(name: str, nodes: dict[str, Any], paths: Sequence[Path]) -> set[int]:
+    """Return the sizes of a population that the matrices next to it say."""
+    sizes = set()
+    for path in paths:
+        first, last = nodes[path.layers[0]], nodes[path.layers[-1]]
+        if path.target == name and type(last).__name__ in MATRICES:
+            sizes.add(len(last.weight))
+        if path.source == name and type(first).__name__ in MATRICES:
+            sizes.add(first.weight.shape[1])
+    return sizes
+
+
+def _read_shapes(
+    ends: Sequence[str], nodes: dict[str, Any], paths: Sequence[Path], layers: Sequence[nn.Module | None]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each population: its parameters' if there are many, as its matrices say, or its layers."""
+    found: dict[str, tuple[int, ...]] = {}
+    own = {name: tuple(int(size) for size in next(iter(nodes[name].input_type.values()))) for name in ends}
+    for name in ends:
+        sizes = _stated_sizes(name, nodes, paths)
+        if math.prod(own[name]) > 1:
+            sizes.add(math.prod(own[name]))
+        if len(sizes) > 1:
+            raise NirError("from_nir", name="size", rule="one", value=sorted(sizes), where=name)
+        if sizes:
+            found[name] = own[name] if math.prod(own[name]) > 1 else (sizes.pop(),)
+    for _ in ends:  # what layers make of shapes that are known
+        for path, layer in zip(paths, layers, strict=True):
+            if layer is None or path.source not in found:
+                continue
+            shape = shape_after(layer, found[path.source], path.layers[0])
+            if math.prod(found.setdefault(path.target, shape)) != math.prod(shape):
+                sizes = {math.prod(found[path.target]), math.prod(shape)}
+                raise NirError("from_nir", name="size", rule="one", value=sorted(sizes), where=path.target)
+    return {name: found.get(name) or own[name] or (1,) for name in ends}
 
 
 def _neuron(name: str, node: Any, options: dict[str, Any]) -> Neuron:
     kind, dt = type(node).__name__, options["dt"]
     values: dict[str, Any] = {}
     for field in _FIELDS[kind]:
-        array = np.asarray(getattr(node, _nir_name(kind, field)), np.float64).reshape(-1)
+        array = numbers(getattr(node, _nir_name(kind, field))).reshape(-1)
         is_one = array.size > 0 and bool((array == array[0]).all())
         values[field] = float(array[0]) if is_one else torch.from_numpy(array)
     for gain, tau in _GAINS.items():

@@ -7,13 +7,26 @@ from typing import Any
 import attrs
 import numpy as np
 
-from q4core import InputError
+from q4core import InputError, Q4Warning
 
-__all__ = ["NEURONS", "NODES", "NirError", "Path", "clean", "closing", "flattened", "paths_from", "sizes_of"]
+__all__ = [
+    "MATRICES",
+    "NEURONS",
+    "NODES",
+    "NirError",
+    "NirWarning",
+    "Path",
+    "clean",
+    "closing",
+    "flattened",
+    "numbers",
+    "paths_from",
+]
 
 NEURONS = ("LIF", "CubaLIF", "LI", "IF")
-_WEIGHTS = ("Linear", "Affine")
-NODES = (*NEURONS, *_WEIGHTS, "Delay", "Flatten", "Input", "Output")
+MATRICES = ("Linear", "Affine")
+_LAYERS = (*MATRICES, "Conv1d", "Conv2d", "SumPool2d", "AvgPool2d", "Scale")
+NODES = (*NEURONS, *_LAYERS, "Delay", "Flatten", "Input", "Output")
 """Kinds of nodes that can be read."""
 
 
@@ -21,14 +34,28 @@ class NirError(InputError, code="nir"):
     """A graph can't be a network, or a network no graph; ``where`` names node or population."""
 
 
+class NirWarning(Q4Warning):
+    """Something of a network is not what other programs read in its graph, or of a graph not what the network does."""
+
+
 @attrs.frozen
 class Path:
-    """A path from one population to another: one node of weights, and delays in steps."""
+    """A path from one population to another: nodes without a state, and delays in steps."""
 
     source: str
     target: str
-    weight: str
+    layers: tuple[str, ...]
     delay: int
+
+    def matrix(self, nodes: dict[str, Any]) -> str | None:
+        """Return the matrix that is all that is on the way, but for what flattens; None for any other way."""
+        names = [name for name in self.layers if type(nodes[name]).__name__ != "Flatten"]
+        return names[0] if len(names) == 1 and type(nodes[names[0]]).__name__ in MATRICES else None
+
+
+def numbers(value: Any, dtype: type[np.floating[Any]] = np.float64) -> np.ndarray[Any, Any]:
+    """Return an array, or a tensor as some programs export them, as an array of its own."""
+    return np.array(value.detach().cpu().numpy() if hasattr(value, "detach") else value, dtype)
 
 
 def clean(name: str) -> str:
@@ -63,60 +90,41 @@ def flattened(graph: Any, prefix: str) -> tuple[dict[str, Any], list[tuple[str, 
 def paths_from(source: str, nodes: dict[str, Any], edges: list[tuple[str, str]], dt: float) -> list[Path]:
     """Return what leads from a population to others."""
     found = []
-    left: list[tuple[str, str | None, int, tuple[str, ...]]] = [
-        (target, None, 0, ()) for start, target in edges if start == source
+    left: list[tuple[str, tuple[str, ...], int, tuple[str, ...]]] = [
+        (target, (), 0, ()) for start, target in edges if start == source
     ]
     while left:
-        name, weight, delay, way = left.pop(0)
+        name, layers, delay, way = left.pop(0)
         if name in way:
             raise NirError("from_nir", name="edge", rule="free of cycles without neurons", value=way, where=name)
         kind = type(nodes[name]).__name__
         if kind in NEURONS:
-            if weight is None:
-                raise NirError(
-                    "from_nir", name="edge", rule="by way of a Linear or Affine node", where=name, value=source
-                )
-            found.append(Path(source, name, weight, delay))
+            if all(type(nodes[layer]).__name__ == "Flatten" for layer in layers):
+                rule = "by way of a node of weights, or of pooling or scale"
+                raise NirError("from_nir", name="edge", rule=rule, where=name, value=source)
+            found.append(Path(source, name, layers, delay))
             continue
-        if kind in _WEIGHTS:
-            if weight is not None:
-                rule = "followed by neurons, not by weights again"
-                raise NirError("from_nir", name="node", rule=rule, value=weight, where=name)
+        if kind in MATRICES:
             if nodes[name].weight.ndim != 2:  # noqa: PLR2004  # a matrix
                 raise NirError("from_nir", name="weight", rule="a matrix", value=nodes[name].weight.shape, where=name)
             rows, bias = len(nodes[name].weight), getattr(nodes[name], "bias", None)
             if bias is not None and np.shape(bias) != (rows,):
                 raise NirError("from_nir", name="bias", rule=f"of shape [{rows}]", value=np.shape(bias), where=name)
-            weight = name
+        if kind in _LAYERS or kind == "Flatten":
+            layers = (*layers, name)
         elif kind == "Delay":
             delay += _steps(name, nodes[name].delay, dt)
-        left += [(target, weight, delay, (*way, name)) for start, target in edges if start == name]
+        left += [(target, layers, delay, (*way, name)) for start, target in edges if start == name]
     return found
 
 
 def _steps(name: str, delay: Any, dt: float) -> int:
-    steps = np.asarray(delay, np.float64).reshape(-1) / dt
+    steps = numbers(delay).reshape(-1) / dt
     whole = round(float(steps[0])) if steps.size and np.isfinite(steps).all() else -1
     if whole < 0 or not np.allclose(steps, whole, rtol=0, atol=1e-3):
         rule = f"one whole number of steps of {dt:g} s for all neurons"
         raise NirError("from_nir", name="delay", rule=rule, value=delay, where=name)
     return whole
-
-
-def sizes_of(ends: list[str], nodes: dict[str, Any], paths: list[Path]) -> dict[str, int]:
-    """Return the number of neurons of each population: as its weights say, and its parameters if there are many."""
-    found: dict[str, int] = {}
-    for name in ends:
-        node = nodes[name]
-        own = int(np.prod(next(iter(node.input_type.values())), dtype=np.int64))
-        sizes = {nodes[p.weight].weight.shape[0] for p in paths if p.target == name}
-        sizes |= {nodes[p.weight].weight.shape[1] for p in paths if p.source == name}
-        if not sizes or own > 1:
-            sizes.add(own)
-        if len(sizes) != 1:
-            raise NirError("from_nir", name="size", rule="one", value=sorted(sizes), where=name)
-        found[name] = sizes.pop()
-    return found
 
 
 def closing(ends: list[str], paths: list[Path]) -> set[int]:

@@ -122,10 +122,13 @@ class STEConv2d(nn.Conv2d):
         """Return what torch prints."""
         return f"{super().extra_repr()}, format={self.format}"  # type: ignore[no-untyped-call]  # torch's
 
+    def quantised(self) -> torch.Tensor:
+        """Return the kernels that ``forward`` uses, of the shape of ``weight``."""
+        return ste_matrix(self.weight.flatten(1), self.format).view_as(self.weight)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [B, out_channels, H', W'] from [B, in_channels, H, W]."""
-        kernels = ste_matrix(self.weight.flatten(1), self.format).view_as(self.weight)
-        return nn.functional.conv2d(x, kernels, self.bias, self.stride, self.padding, self.dilation)
+        return nn.functional.conv2d(x, self.quantised(), self.bias, self.stride, self.padding, self.dilation)
 
 
 class STERecurrent(nn.Module):
