@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import q4core as q4
-from q4_snn import STDP
+from q4_snn import STDP, STDPRule
+from q4_snn.stdp import Traces, dense_changes
 from q4core import ConfigError, FormatError, InputError
 
 
@@ -66,6 +71,60 @@ def test_the_mean_is_the_float_rule() -> None:
     assert 0 < moved < change.numel() / 2
     assert abs(float(change.mean()) - expected) < 5 * float(change.std()) / math.sqrt(change.numel())
     assert float(change.std()) / math.sqrt(change.numel()) < expected / 20
+
+
+def change_of(rule: STDPRule, sources: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return by how much a rule changes synapses [N, K] without rounding, for spikes [T, B, …]."""
+    traces = Traces.none(sources[0], targets[0])
+    total = torch.zeros(targets.shape[2] * sources.shape[2], dtype=sources.dtype)
+    for fired_in, fired_out in zip(sources, targets, strict=True):
+        change, traces = rule.advance(traces, fired_in, fired_out)
+        index, amount = dense_changes(change)
+        assert len(index.unique()) == len(index)
+        total[index] += amount
+    return total.view(targets.shape[2], sources.shape[2])
+
+
+def times(step: list[float], size: int) -> torch.Tensor:
+    """Return spikes [T, 1, 1] at whole ms."""
+    return torch.zeros(size, 1, 1, dtype=torch.float64).index_fill_(0, torch.tensor(step, dtype=torch.int64), 1.0)
+
+
+CASES = json.loads((Path(__file__).parent / "golden" / "stdp.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{len(case['rule'])} numbers")
+def test_changes_are_those_of_nest_and_brian(case: dict[str, Any]) -> None:
+    """For pairs and for triplets, a synapse changes by what NEST and Brian2 change it by."""
+    rule = STDPRule(**{name: value * (1e-3 if "tau" in name else 1) for name, value in case["rule"].items()})
+    found = change_of(rule, times(case["sources"], 430), times(case["targets"], 430))
+    for name, expected in case["change"].items():
+        assert float(found) == pytest.approx(expected, rel=1e-9), name
+
+
+@pytest.mark.parametrize("nearest", [False, True])
+def test_changes_are_those_of_the_published_rule(*, nearest: bool) -> None:
+    """Sums over pairs and triplets of single spikes, in float64 and without traces, give the same changes."""
+    rule = STDPRule(a3_plus=0.02, a3_minus=0.015, tau_x=40e-3, tau_y=60e-3, tau_minus=30e-3, nearest=nearest)
+    random = np.random.default_rng(1)
+    sources, targets = random.random((120, 2, 3)) < 0.1, random.random((120, 2, 4)) < 0.1
+    expected = np.zeros((4, 3))
+
+    def trace(train: Any, before: int, tau: float) -> float:
+        gaps = [before - step for step in np.flatnonzero(train) if step < before]
+        shares = np.exp(-np.array(gaps[-1:] if nearest else gaps) * 1e-3 / tau)
+        return float(shares.sum())
+
+    for sample, n, k in itertools.product(range(2), range(4), range(3)):
+        pre, post = sources[:, sample, k], targets[:, sample, n]
+        for step in np.flatnonzero(post):
+            r1 = 1.0 if pre[step] and nearest else trace(pre, step, rule.tau_plus) + pre[step]
+            expected[n, k] += r1 * (rule.a_plus + rule.a3_plus * trace(post, step, rule.tau_y))
+        for step in np.flatnonzero(pre):
+            o1 = trace(post, step, rule.tau_minus)
+            expected[n, k] -= o1 * (rule.a_minus + rule.a3_minus * trace(pre, step, rule.tau_x))
+    found = change_of(rule, torch.from_numpy(sources).double(), torch.from_numpy(targets).double())
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_pairs_in_one_step_and_batches() -> None:
@@ -126,12 +185,13 @@ def test_spikes_alone() -> None:
     held = STDP(weights())
     held.step(good[0].requires_grad_(), good[1])
     assert held._traces is not None
-    assert not held._traces[0].requires_grad
+    assert not held._traces.sources.requires_grad
 
 
 def test_refused() -> None:
     """Numbers out of range, formats without a grid of that kind and spikes of another size are errors."""
     options: list[dict[str, Any]] = [{"a_plus": -1.0}, {"tau_plus": 1e-4}, {"dt": math.nan}]
+    options += [{"a3_plus": -0.1}, {"tau_y": 0.0}, {"a3_minus": math.inf}]
     options += [{"a_minus": torch.nn.Parameter(torch.ones(()))}, {"tau_minus": True}]
     for option in options:
         with pytest.raises(ConfigError) as caught:

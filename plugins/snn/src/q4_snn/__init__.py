@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from q4_snn import connectors, spikegen, surrogate
 from q4_snn.kinetics import AlphaSynapses, ExpSynapses
+from q4_snn.maps import LayerProjection, Scale, SumPool2d
 from q4_snn.network import Network, NetworkState
 from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF
-from q4_snn.nir import NirError, from_nir, read_nir, to_nir, write_nir
+from q4_snn.nir import NirError, NirWarning, from_nir, read_nir, to_nir, write_nir
 from q4_snn.nonlinear import AdEx, Izhikevich
+from q4_snn.plastic import PlasticProjection, PlasticSparseProjection
 from q4_snn.plugin import q4_layers
 from q4_snn.population import NonFiniteStateError, Population
 from q4_snn.projection import Projection, Synapses
 from q4_snn.recorders import Recorder
 from q4_snn.sources import Poisson, Regular, SpikeTimes
 from q4_snn.sparse import SparseProjection
-from q4_snn.stdp import STDP
+from q4_snn.stdp import STDP, STDPRule
 
 __all__ = [
     "ALIF",
@@ -27,17 +29,24 @@ __all__ = [
     "CubaLIF",
     "ExpSynapses",
     "Izhikevich",
+    "LayerProjection",
     "Network",
     "NetworkState",
     "NirError",
+    "NirWarning",
     "NonFiniteStateError",
+    "PlasticProjection",
+    "PlasticSparseProjection",
     "Poisson",
     "Population",
     "Projection",
     "Recorder",
     "Regular",
+    "STDPRule",
+    "Scale",
     "SparseProjection",
     "SpikeTimes",
+    "SumPool2d",
     "Synapses",
     "connectors",
     "from_nir",

@@ -57,6 +57,8 @@ class Graph:
             self._into[item.target].append(item)
             if item.delay:
                 self.depths[item.source] = max(self.depths.get(item.source, 0), item.delay)
+            if getattr(item, "sees_target", False):
+                self.depths[item.target] = max(self.depths.get(item.target, 0), 1)
         self.order = tuple(self._sorted())
         """Names of the populations, each after those that it needs in the same step."""
 

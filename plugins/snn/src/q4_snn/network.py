@@ -339,4 +339,8 @@ def _arrivals(
             spikes = past[item.delay - 1]
         else:
             spikes = rest.new_zeros(len(rest), item.source_size)  # none has arrived yet
-        yield item, product, spikes, state.coming.get(item.name)
+        if getattr(item, "sees_target", False):
+            last = next(iter(state.history.get(item.target, ())), None)
+            yield item, functools.partial(product, fired=last), spikes, state.coming.get(item.name)
+        else:
+            yield item, product, spikes, state.coming.get(item.name)

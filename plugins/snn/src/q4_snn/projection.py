@@ -39,7 +39,7 @@ _ROWS_AHEAD = 64
 class Synapses(Protocol):
     """The protocol of a projection: every ``nn.Module`` that has it may be one, in a network and on actors.
 
-    Three methods and an attribute are optional:
+    Three methods and two attributes are optional:
 
     - ``coming(batch)`` returns a tensor for what is on its way, at rest; ``SparseProjection`` has one of shape [steps,
       B, target_size]. Each call then gets spikes, that tensor, which it may write, and how many steps were taken
@@ -47,6 +47,8 @@ class Synapses(Protocol):
       network's state, and an actor that is restarted begins with what the projection was at first.
     - ``memory_steps`` says that what is on its way depends on the last so many calls alone. Actors then store the
       spikes of these steps, as bits, and make it again from them; else they store it as it is.
+    - ``sees_target``: where it is True, a call also gets ``fired=``, what the target gave a step ago [B, target_size],
+      or None before the first step.
     - ``for_run()`` returns what is called in the projection's place in a run of many steps.
     - ``numbers()`` returns the tensors that decide what it gives, for checkpoints of actors. Defaults to the values of
       ``state_dict()``.

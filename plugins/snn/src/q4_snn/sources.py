@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from q4_snn.neuron import Parameter
-
 __all__ = ["Poisson", "Regular", "Source", "SpikeTimes", "uniform_words"]
 
 _LANES = 8
@@ -85,7 +83,9 @@ class Source:
     def _fired(self, first: int, steps: int, sample: int) -> NDArray[np.bool_]:
         raise NotImplementedError
 
-    def _numbers(self, name: str, value: Parameter, rule: str, low: float, high: float) -> NDArray[np.float64]:
+    def _numbers(
+        self, name: str, value: float | torch.Tensor, rule: str, low: float, high: float
+    ) -> NDArray[np.float64]:
         """Return a number, or one for each neuron, as float64 [n]."""
         found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, np.float64)
         if isinstance(value, bool) or found.shape not in {(), (self.size,)}:
@@ -157,7 +157,9 @@ class Poisson(Source):
         ConfigError: A number is not legal.
     """
 
-    def __init__(self, size: int, rate: Parameter, *, dt: float = 1e-4, batch: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, size: int, rate: float | torch.Tensor, *, dt: float = 1e-4, batch: int = 1, seed: int = 0
+    ) -> None:
         super().__init__(size, dt=dt, batch=batch, seed=seed)
         self.rate = self._numbers("rate", rate, f"from 0 to {1 / dt:g} Hz, which is 1 / dt", 0.0, (1 + 1e-9) / dt)
         self._below = np.minimum(np.rint(self.rate * (self.dt * 2.0**32)), 2.0**32).astype(np.uint64)
@@ -185,9 +187,9 @@ class Regular(Source):
     def __init__(  # noqa: PLR0913  # one argument per option
         self,
         size: int,
-        interval: Parameter,
+        interval: float | torch.Tensor,
         *,
-        start: Parameter | None = None,
+        start: float | torch.Tensor | None = None,
         dt: float = 1e-4,
         batch: int = 1,
         seed: int = 0,
