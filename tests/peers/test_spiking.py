@@ -387,7 +387,7 @@ def test_maps_come_back(nir: Any, kind: str, form: str | None, tmp_path: Path) -
     """Convolutions, pooling and scales are the same after a file, as they are trained and packed; shapes are stated."""
     network = maps(kind, form=form)
     names = [name for name, item in network.populations.items() if item.neuron is not None]
-    x = events(network.population("a").size) * 3
+    x = events(network.population("a").size)[:30] * 3
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.mul_(4)
@@ -436,7 +436,7 @@ def test_maps_to_snntorch_and_back(snn: Any, form: str | None) -> None:
     with torch.no_grad():
         x = events(128) * 3
         expected = run_theirs(model, x.view(STEPS, -1, 2, 8, 8))
-        assert expected.sum() > 50
+        assert expected.sum() > 20
         assert torch.equal(ours(x)[0][ours.outputs[0]], expected)
 
 

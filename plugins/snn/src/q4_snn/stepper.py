@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -257,7 +258,10 @@ class Stepper:
             key = item.source, step - item.delay
             if key not in given:
                 given[key] = self._output(*key)
-            yield item, product, given[key], coming[place]
+            run = product
+            if getattr(item, "sees_target", False):
+                run = functools.partial(product, fired=self._output(name, step - 1))
+            yield item, run, given[key], coming[place]
 
     def _output(self, name: str, step: int) -> torch.Tensor:
         """Return what a population gave in a step, [B, n]; zeros before the first."""
