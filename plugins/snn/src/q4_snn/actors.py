@@ -389,6 +389,8 @@ def _depths_of(network: Network) -> dict[str, int]:
     depths = dict.fromkeys(network.order, 0)
     for item in network.graph.projections.values():
         depths[item.source] = max(depths[item.source], item.delay + (memory_of(item) or 0))
+        if getattr(item, "sees_target", False):
+            depths[item.target] = max(depths[item.target], 1)
     return depths
 
 
