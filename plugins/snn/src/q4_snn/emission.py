@@ -21,6 +21,7 @@ from q4_snn.products import SpikeProduct
 from q4_snn.projection import Projection, packed_layer
 from q4_snn.sparse import SparseProjection
 from q4core import Q4Error
+from q4core.extension import LayerHandle
 from q4core.plugin_api import describe_exception
 
 if TYPE_CHECKING:
@@ -59,10 +60,11 @@ class Emission:
 
     Args:
         batch: Rows of every value: samples.
+        device: Where all of it is.
     """
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.batch, self.device = batch, device
         self.buffers: list[Buffer] = []
         self.steps: list[Step] = []
         self.layers: list[Q4Linear | SparseWeight] = []
@@ -73,7 +75,7 @@ class Emission:
         self.refreshers: list[Callable[[], None]] = []
         """Functions that write parameters of neurons to their buffers anew."""
         self._vectors: dict[Any, View] = {}
-        self.clock = self.bound(torch.zeros(1, 1, dtype=torch.int64), "clock")
+        self.clock = self.bound(torch.zeros(1, 1, dtype=torch.int64, device=device), "clock")
 
     # -- memory
 
@@ -95,7 +97,7 @@ class Emission:
         found = torch.as_tensor(value, dtype=torch.float32).detach().reshape(1, -1).contiguous()
         key = tuple(found.view(torch.int32)[0].tolist()) if found.numel() == 1 else id(value)
         if key not in self._vectors or found.numel() > 1:
-            self._vectors[key] = self.bound(found.clone(), "parameter")
+            self._vectors[key] = self.bound(found.to(self.device, copy=True), "parameter")
         return self._vectors[key]
 
     # -- operations
@@ -365,7 +367,7 @@ def _dense(item: Projection, emission: Emission, source: Source, ring: None) -> 
         emission.refuse(f"its layer is of {layer.dtype}")
     if source.is_binary:
         reason = SpikeProduct(layer).record.reason
-        if reason is not None:
+        if reason is not None and "spiking" not in LayerHandle(layer).backend.capabilities.ops:
             emission.refuse(f"no product with spikes: {reason}")
         out = emission.scratch(item.target_size)
         emission.step(Op.SPIKES, (source.ring, emission.clock), (out,), (item.delay,), layer=layer)

@@ -41,6 +41,7 @@ class PopulationProgram:
         chunk: The most steps of a call.
         outputs: Name of a population that fires → the ring of its spikes, int64 [slots, B, words], contiguous, as
             ``q4_programs.pack_bits`` makes words. Defaults to rings of its own; shared memory will do.
+        device: Where all of it is, the network's modules too.
         packs: Inputs with ``spikes=True`` whose numbers are in ``values`` instead, and become bits here.
         record: Names of populations for what they give, or a name and which state: [B, n] of each step, in
             ``records``.
@@ -69,18 +70,19 @@ class PopulationProgram:
         *,
         batch: int,
         chunk: int = CHUNK,
+        device: torch.device | str = "cpu",
         outputs: Mapping[str, torch.Tensor] | None = None,
         packs: Iterable[str] = (),
         record: Iterable[tuple[str, int | None]] = (),
     ) -> None:
-        self._graph, self.batch, self.chunk = graph, batch, chunk
+        self._graph, self.batch, self.chunk, self.device = graph, batch, chunk, torch.device(device)
         self.names = tuple(name for name in graph.order if name in {*names})
         with outside_inference(), torch.no_grad():
             self._build(dict(outputs or {}), set(packs), [*record])
 
     def _build(self, outputs: dict[str, torch.Tensor], packs: set[str], record: list[tuple[str, int | None]]) -> None:
         graph, batch = self._graph, self.batch
-        emission = self._emission = Emission(batch)
+        emission = self._emission = Emission(batch, self.device)
         self.clock = emission.tensors[emission.clock.buffer]
         into = {name: graph.into(name) for name in self.names}
         held = {*self.names, *(item.source for items in into.values() for item in items)}
@@ -116,7 +118,7 @@ class PopulationProgram:
         dtype = torch.int64 if part.is_binary else torch.float32
         ring = outputs.get(name) if part.is_binary else None
         if ring is None:
-            ring = torch.zeros(slots, self.batch, columns, dtype=dtype)
+            ring = torch.zeros(slots, self.batch, columns, dtype=dtype, device=self.device)
         facts = ring.dtype, tuple(ring.shape[1:]), ring.is_contiguous(), len(ring) >= slots
         if facts != (dtype, (self.batch, columns), True, True):
             emission.refuse(f"its ring must be {dtype} [{slots} or more, {self.batch}, {columns}], contiguous")
@@ -131,7 +133,7 @@ class PopulationProgram:
         """Emit that numbers of an input become bits."""
         emission, source = self._emission, self._sources[name]
         emission.label = f"population {name!r}"
-        values = torch.zeros(self.chunk, self.batch, source.size)
+        values = torch.zeros(self.chunk, self.batch, source.size, device=self.device)
         odd = torch.zeros_like(self.outputs[name])
         self.values[name], self.odd[name] = values, odd
         x = emission.row(emission.bound(values, "input"))
@@ -144,7 +146,7 @@ class PopulationProgram:
         neuron = part.neuron
         if neuron is None:
             emission.refuse("an input is not run")
-        rest = neuron.rest(torch.zeros(self.batch, part.size))
+        rest = neuron.rest(torch.zeros(self.batch, part.size, device=self.device))
         self.states[name] = rest = tuple(item.contiguous() for item in rest)
         views = [emission.bound(item, kind) for kind, item in zip(neuron.states, rest, strict=True)]
         total: View | None = None
@@ -161,7 +163,7 @@ class PopulationProgram:
             total = current if total is None else emission.add(total, current, total)
         emission.label = f"population {name!r}"
         if total is None:
-            total = emission.bound(torch.zeros(self.batch, part.size), "no input")
+            total = emission.bound(torch.zeros(self.batch, part.size, device=self.device), "no input")
         given = emission.neuron(neuron, total, views, source.ring if source.is_binary else None)
         if given is not None:
             emission.step(Op.STORE_ROW, (given, emission.clock), (source.ring,))
@@ -171,7 +173,7 @@ class PopulationProgram:
         """Emit that what a population gives, or a state of it, is stored; return where."""
         emission, source = self._emission, self._sources[name]
         emission.label = f"record of {name!r}"
-        found = torch.zeros(self.chunk, self.batch, source.size)
+        found = torch.zeros(self.chunk, self.batch, source.size, device=self.device)
         if index is not None:
             value = states[name][index]
         elif source.is_binary:

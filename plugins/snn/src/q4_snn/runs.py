@@ -61,7 +61,7 @@ class NetworkRuns:
         """Return what runs inputs [T, B, n], or None; ``record`` has the reason."""
         reason = self._refusal(sequences)
         if reason is None:
-            found = self._found(next(iter(sequences.values())).shape[1], places)
+            found = self._found(next(iter(sequences.values())), places)
             if isinstance(found, PopulationProgram):
                 self.record = found.bound.record
                 return found
@@ -80,8 +80,10 @@ class NetworkRuns:
         if not is_plain_call():
             return "inside a trace, a transform, a mode or autocast"
         for name, x in sequences.items():
-            if x.dtype is not torch.float32 or x.device.type != "cpu":
-                return f"input {name!r} is {x.dtype} on {x.device.type}, and programs take float32 on the CPU"
+            if x.dtype is not torch.float32 or x.device.type not in {"cpu", "cuda"}:
+                return f"input {name!r} is {x.dtype} on {x.device.type}, and programs take float32 on the CPU or a GPU"
+        if len({x.device for x in sequences.values()}) > 1:
+            return "inputs are on several devices"
         if len(next(iter(sequences.values()))) < _LEAST_STEPS:
             return f"fewer than {_LEAST_STEPS} steps"
         return None
@@ -97,7 +99,9 @@ class NetworkRuns:
         """
         steps, batch = next(iter(sequences.values())).shape[:2]
         graph, chunk = self._graph, program.chunk
-        found = {name: torch.empty(steps, batch, graph.populations[place[0]].size) for name, place in places.items()}
+        device = program.device
+        sizes = {name: graph.populations[place[0]].size for name, place in places.items()}
+        found = {name: torch.empty(steps, batch, size, device=device) for name, size in sizes.items()}
         with program.bound.lock, torch.no_grad():
             program.load(state)
             for start in range(0, steps, chunk):
@@ -140,28 +144,28 @@ class NetworkRuns:
             for name in program.non_finite():
                 self._graph.populations[name].check_finite(program.states[name], step=state.clock + step)
 
-    def _found(self, batch: int, places: Places) -> PopulationProgram | str:
-        """Return the program of a batch and what is recorded, or why there is none."""
-        record = sorted({*places.values()}, key=str)
-        key = batch, tuple(record), self._facts()
+    def _found(self, x: torch.Tensor, places: Places) -> PopulationProgram | str:
+        """Return the program of an input's batch and device and of what is recorded, or why there is none."""
+        record, batch = sorted({*places.values()}, key=str), x.shape[1]
+        key = batch, x.device, tuple(record), self._facts()
         with self._lock:
             found = self._programs.get(key)
             if isinstance(found, PopulationProgram) and not found.bound.is_whole():
                 found = None
             if found is None:
-                found = self._made(batch, record)
+                found = self._made(batch, x.device, record)
                 self._programs[key] = found
                 while len(self._programs) > _MOST:
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
             return found
 
-    def _made(self, batch: int, record: list[tuple[str, int | None]]) -> PopulationProgram | str:
+    def _made(self, batch: int, device: torch.device, record: list[tuple[str, int | None]]) -> PopulationProgram | str:
         graph = self._graph
         packs = [name for name in graph.inputs if graph.populations[name].is_binary]
         names = [name for name in graph.order if name not in graph.inputs]
         try:
-            made = PopulationProgram(graph, names, batch=batch, packs=packs, record=record)
+            made = PopulationProgram(graph, names, batch=batch, device=device, packs=packs, record=record)
         except Q4Error as error:
             return error.summary
         if made.bound.record.backend == "reference":
