@@ -26,7 +26,9 @@ def _network() -> Network:
     second = Population("second", 200, CubaLIF(10e-3, 5e-3, dt=1e-3))
     third = Population("third", 130, ALIF(10e-3, 20e-3, 0.1, dt=1e-3))
     ends = [(inputs, first), (first, second), (second, third), (third, first)]
-    return Network([inputs, first, second, third], [_sparse(*pair, 12 * pair[1].size, seed) for seed, pair in enumerate(ends)])
+    return Network(
+        [inputs, first, second, third], [_sparse(*pair, 12 * pair[1].size, seed) for seed, pair in enumerate(ends)]
+    )
 
 
 def _states(state: NetworkState) -> dict[str, torch.Tensor]:

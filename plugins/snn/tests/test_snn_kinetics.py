@@ -23,9 +23,12 @@ from q4_snn import (
     ExpSynapses,
     Izhikevich,
     Network,
+    PlasticProjection,
+    PlasticSparseProjection,
     Population,
     Projection,
     SparseProjection,
+    STDPRule,
     spikegen,
 )
 from q4_snn.actors import ActorNetwork
@@ -275,6 +278,40 @@ def test_actors(actors: int, tmp_path: Any) -> None:
         assert torch.equal(torch.cat([part[name] for part in parts]), whole[name]), name
     with ActorSystem("threads", resume=tmp_path / "state") as system, pytest.raises(InputError, match="digest"):
         ActorNetwork(build(5e-4), system, batch=3)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@torch.no_grad()
+def test_synapses_that_learn(kind: str, tmp_path: Any) -> None:
+    """Synapses that learn by STDP have a time course, too: they learn the same, and their currents are filtered."""
+    torch.manual_seed(0)
+    pixels, cells = Population("pixels", 16, spikes=True), Population("cells", 20, LIF.from_beta(0.9))
+    rule = STDPRule(a_plus=0.02, a_minus=0.02)
+    weight = q4.quantize(torch.rand(20, 16), "nf4")
+    source, target = torch.randint(16, (100,)), torch.randint(20, (100,))
+    inner: Any = PlasticProjection(pixels, cells, weight, rule)
+    if kind == "sparse":
+        ends: dict[str, Any] = {"sources": pixels, "targets": cells}
+        inner = PlasticSparseProjection(source, target, torch.rand(100), 2, **ends, rule=rule, bounds=(0.0, 1.0))
+    network = Network([pixels, cells], [ExpSynapses(inner, 3e-4, reversal=2.0)])
+    first, state = network(spikes()[:13], record=("cells.mem",))
+    second, state = network(spikes()[13:], state, record=("cells.mem",))
+    coming, by_hand = inner.coming(3), []
+    lif, mem, fired, current = cells.neuron, None, None, torch.zeros(3, 20)
+    given = torch.cat([torch.zeros(inner.delay, 3, 16), spikes()])
+    for step in range(STEPS):
+        current = math.exp(-DT / 3e-4) * current + inner(given[step], coming, step, fired=fired)
+        before = torch.zeros(3, 20) if mem is None else mem
+        fired, mem = lif(current * (2.0 - before), mem)  # type: ignore[misc]  # a neuron
+        by_hand.append(mem)
+    assert torch.equal(torch.cat([first["cells.mem"], second["cells.mem"]]), torch.stack(by_hand))
+    held = state.coming[inner.name][: len(coming)]
+    assert torch.equal(held.view(torch.uint8), coming.view(torch.uint8))
+    assert not torch.equal(held.view(torch.uint8), inner.coming(3).view(torch.uint8))
+    with ActorSystem("threads") as system:
+        crew = ActorNetwork(network, system, batch=3)
+        found = [crew(part, ("cells.mem",))["cells.mem"] for part in spikes().split(20)]
+    assert torch.equal(torch.cat(found), torch.stack(by_hand))
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ __all__ = ["AlphaSynapses", "ExpSynapses"]
 class _Kinetics(nn.Module):
     """The base of time courses: a projection around another one, whose result it filters.
 
-    What is on its way has rows behind those of the inner projection, one for each state, [rows, B, target_size].
+    What is on its way has rows behind those of the inner projection, one for each state, [rows, B, target_size]; it is
+    a vector where the inner one's has another form.
     """
 
     inner: Synapses
@@ -45,6 +46,7 @@ class _Kinetics(nn.Module):
         self.name, self.source, self.target = projection.name, projection.source, projection.target
         self.source_size, self.target_size = projection.source_size, projection.target_size
         self.delay = projection.delay
+        self.sees_target: bool = getattr(projection, "sees_target", False)
         self.dt, self.reversal = self._number("dt", dt), reversal
         if self.dt <= 0:
             raise self._refusal("dt", "above 0 seconds", dt)
@@ -89,17 +91,21 @@ class _Kinetics(nn.Module):
         """Return what is on its way, then the states, at rest, [steps + rows, batch, target_size]."""
         own = self._like.new_zeros(self.rows, batch, self.target_size)
         inner = coming_of(self.inner, batch)
-        return own if inner is None else torch.cat([inner, own])
+        if inner is None:
+            return own
+        is_alike = inner.shape[1:] == own.shape[1:]
+        return torch.cat([inner, own]) if is_alike else torch.cat([inner.reshape(-1), own.reshape(-1)])
 
-    def forward(self, spikes: torch.Tensor, coming: torch.Tensor, step: int) -> torch.Tensor:
+    def forward(self, spikes: torch.Tensor, coming: torch.Tensor, step: int, **more: Any) -> torch.Tensor:
         """Return the currents, or conductances, of a step [B, target_size]; write the states, in place.
 
         Args:
             spikes: [B, source_size].
             coming: As ``coming`` returned it and steps before this one left it.
             step: The number of this step.
+            **more: What else the inner projection gets.
         """
-        return _Run(self, self.inner)(spikes, coming, step)
+        return _Run(self, self.inner)(spikes, coming, step, **more)
 
     def for_run(self) -> Product:
         """Return ``forward`` for many steps in a row: by the inner projection's own."""
@@ -121,15 +127,25 @@ class _Run:
 
     def __init__(self, kinetics: _Kinetics, product: Product) -> None:
         self._kinetics, self._product, self._filter = kinetics, product, kinetics.filter()
+        self._shapes: dict[int, torch.Size | None] = {}
         if (ahead := getattr(product, "ahead", None)) is not None:
             self.ahead = lambda spikes: _Run(kinetics, ahead(spikes))
 
-    def __call__(self, spikes: torch.Tensor, coming: torch.Tensor, step: int) -> torch.Tensor:
-        at = len(coming) - self._kinetics.rows
-        arrived = self._product(spikes, coming[:at], step) if at else self._product(spikes)
-        before = coming[at:].clone() if torch.is_grad_enabled() else coming[at:]  # autograd may need it
+    def __call__(self, spikes: torch.Tensor, coming: torch.Tensor, step: int, **more: Any) -> torch.Tensor:
+        kinetics, batch = self._kinetics, len(spikes)
+        is_vector = coming.dim() == 1
+        at = len(coming) - kinetics.rows * (batch * kinetics.target_size if is_vector else 1)
+        inner, own = coming[:at], coming[at:]
+        if is_vector:
+            own = own.view(kinetics.rows, batch, kinetics.target_size)
+            if batch not in self._shapes:
+                found = coming_of(kinetics.inner, batch)
+                self._shapes[batch] = None if found is None else found.shape
+            inner = inner.view(self._shapes[batch] or inner.shape)
+        arrived = self._product(spikes, inner, step, **more) if at else self._product(spikes)
+        before = own.clone() if torch.is_grad_enabled() else own  # autograd may need it
         after = self._filter(before, arrived)
-        coming[at:] = after
+        own.copy_(after)
         return after[-1]
 
 
