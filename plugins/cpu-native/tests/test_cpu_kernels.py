@@ -170,27 +170,87 @@ def test_wide_codes_keep_their_values(backend: CpuNative, format_: str, zero: to
             assert torch.equal(y.T, q4.dequantize(weight))
 
 
+_FEWER = {"q4_0": (2, 3), "q4_1": (2, 3), "int4": (2, 3), "q8_0": (5, 6), "q8_affine": (5, 6), "int8": (5, 6)}
+"""Formats → bits in which tiles hold their codes where these suffice."""
+
+
+def _few_codes(format_: str, bits: int, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """Return codes, one per byte, that need so many bits: around zero's, or from it on."""
+    codes = torch.randint(0, 1 << bits, shape, dtype=torch.uint8, generator=generator)
+    codes[:2, ::3], codes[:2, 1::3] = (1 << bits) - 1, 0  # the ends
+    zero = {"q4_0": 8, "int4": 8, "q8_0": 0, "int8": 128}.get(format_)
+    return codes if zero is None else codes + zero - (1 << bits - 1)
+
+
 @pytest.mark.parametrize("block", [16, 32, 96])
-@pytest.mark.parametrize("format_", ["q8_0", "q8_affine", "int8"])
-@pytest.mark.parametrize("seed", range(3))
-def test_codes_of_six_bits_have_the_bits_of_wider_ones(backend: CpuNative, format_: str, block: int, seed: int) -> None:
-    """Codes of 5 and 6 bits are known as such, and a row of theirs gives the same next to one that has wider codes."""
-    weight = samples.random_weight(format_, 41, 384, block=block)
+@pytest.mark.parametrize(("format_", "bits"), [(name, bits) for name, both in _FEWER.items() for bits in both])
+@pytest.mark.parametrize("seed", range(2))
+def test_codes_of_fewer_bits_have_the_bits_of_wider_ones(
+    backend: CpuNative, format_: str, bits: int, block: int, seed: int
+) -> None:
+    """Tiles hold codes in fewer bits, and a row of theirs gives the same next to one that has wider codes."""
+    weight = attrs.evolve(samples.random_weight(format_, 41, 384, block=block), zero=None)
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 64, (41, 384), dtype=torch.uint8, generator=generator)
-    codes[:2, ::3], codes[:2, 1::3] = 63, 0  # the ends
-    codes = codes - 32 if format_ == "q8_0" else codes
+    codes = _few_codes(format_, bits, (41, 384), generator)
     wide = codes.clone()
-    wide[40] = 127
+    wide[40] = 127 if weight.format.bits == 8 else 15
+    wide[40, 0] = 0
     x = torch.randn(70, 384, generator=generator) * torch.logspace(-2, 2, 70)[:, None]
-    layers = [layer_on(backend, attrs.evolve(weight, qdata=item), "int8") for item in (codes, wide)]
-    assert [LayerHandle(layer).prepared.meta.is_short for layer in layers] == [True, False]
-    for rows in (1, 2, 4, 7, 70):
-        short, other = (layer(x[:rows]) for layer in layers)
-        assert torch.equal(short[:, :40], other[:, :40])
-    assert torch.equal(layers[0].packed_weight().qdata, codes)
-    meta = LayerHandle(layers[0]).prepared.meta
-    assert backend.meta_from(backend.describe(meta)) == meta
+    for precision in ("exact", "int16", "int8"):
+        layers = [
+            layer_on(backend, attrs.evolve(weight, qdata=q4.pack_codes(item, weight.packing)), precision)
+            for item in (codes, wide)
+        ]
+        metas = [LayerHandle(layer).prepared.meta for layer in layers]
+        assert [meta.held_bits for meta in metas] == [bits, weight.format.bits]
+        for rows in (1, 2, 4, 7, 70):
+            few, other = (layer(x[:rows]) for layer in layers)
+            assert torch.equal(few[:, :40], other[:, :40])
+        assert torch.equal(layers[0].packed_weight().codes(), codes)
+        assert backend.meta_from(backend.describe(metas[0])) == metas[0]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_small_scales_and_offsets_share_a_byte(backend: CpuNative, bits: int) -> None:
+    """Levels below 16 of scales and offsets lie in one byte, come back as they were, and give the same numbers."""
+    weight = samples.random_weight("q4_1", 41, 512, q4.ScaleKind.SUPER_BLOCK, block=16)
+    generator = torch.Generator().manual_seed(bits)
+    scale, offset = weight.scale % 16, torch.as_tensor(weight.offset) % 16
+    given = attrs.evolve(
+        weight,
+        qdata=q4.pack_codes(_few_codes("q4_1", bits, (41, 512), generator), weight.packing),
+        scale=scale.to(torch.uint8),
+        offset=offset.to(torch.uint8),
+    )
+    larger = attrs.evolve(given, scale=given.scale.clone())
+    larger.scale[40, 0] = 16
+    x = torch.randn(70, 512, generator=generator)
+    for precision in ("exact", "int16", "int8"):
+        layers = [layer_on(backend, item, precision) for item in (given, larger)]
+        assert [LayerHandle(layer).prepared.meta.has_halves for layer in layers] == [True, False]
+        for rows in (1, 3, 70):
+            halves, other = (layer(x[:rows]) for layer in layers)
+            assert torch.equal(halves[:, :40], other[:, :40])
+        back = layers[0].packed_weight()
+        assert torch.equal(back.scale, given.scale)
+        assert torch.equal(torch.as_tensor(back.offset), torch.as_tensor(given.offset))
+        meta = LayerHandle(layers[0]).prepared.meta
+        assert backend.meta_from(backend.describe(meta)) == meta
+
+
+@pytest.mark.parametrize(
+    ("format_", "name", "value"),
+    [
+        ("q4_0", "held_bits", 5), ("nf4", "held_bits", 3), ("q8_0", "held_bits", 4), ("q4_1", "has_halves", True),
+        ("q4_0", "held_bits", None), ("q4_0", "layout", 1),
+    ],
+)  # fmt: skip
+def test_what_tiles_hold_is_described_as_it_can_be(backend: CpuNative, format_: str, name: str, value: object) -> None:
+    """Bits that a format has not, halves of bytes without super-blocks, and an older layout are refused by name."""
+    meta = LayerHandle(layer_on(backend, random_weight(format_, 32, 64))).prepared.meta
+    facts = backend.describe(meta) | {name: value}
+    with pytest.raises(q4.ConfigError, match=name):
+        backend.meta_from(facts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 
@@ -31,6 +32,20 @@ def test_super_blocks_stay_as_they_are(format_: str, block: int) -> None:
     """A byte for each block stays one; the float16 of a super-block is there twice: for kernels and as read."""
     weight = random_weight(format_, 1024, 1024, q4.ScaleKind.SUPER_BLOCK, block=block)
     assert _ratio(weight) <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("format_", "bits", "held"),
+    [("q4_0", 3, 3.5), ("q4_1", 2, 3), ("q8_0", 5, 5.5), ("q8_0", 6, 6.5), ("q8_affine", 5, 6)],
+)
+def test_codes_of_fewer_bits_take_these(format_: str, bits: int, held: float) -> None:
+    """Tiles hold codes of 2, 3, 5 and 6 bits in as many, next to float16 scales and offsets of blocks of 32."""
+    weight = random_weight(format_, 1024, 1024, block=32)
+    numbers = {"scale": weight.scale.half()} | ({} if weight.offset is None else {"offset": weight.offset.half()})
+    codes = torch.randint(0, 1 << bits, (1024, 1024), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    codes += {"q4_0": 8 - (1 << bits - 1), "q8_0": 256 - (1 << bits - 1)}.get(format_, 0)
+    weight = attrs.evolve(weight, qdata=q4.pack_codes(codes, weight.packing), **numbers)
+    assert layer_on(CpuNative(), weight).diagnostics().prepared_bytes * 8 / 2**20 == held
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

@@ -11,8 +11,9 @@
  * in-features (of two blocks of 16 where block is 16), the second numbers, then its chunks of 32 in-features. A chunk of
  * 4-bit codes is 4 lines of 64 bytes: byte 4 r + i of line l holds, for row r of the tile, in-feature 8 l + i in its low
  * nibble and 8 l + 4 + i in its high one. A chunk of 8-bit codes is 8 lines: byte 4 r + i of line l is in-feature 4 l + i,
- * in two's complement: 128 less than an unsigned code. Rows beyond N have scale 0; in-features beyond K are bytes of 0 and meet
- * activations of 0.
+ * in two's complement: 128 less than an unsigned code. Codes that span fewer values are held in as many bits: a chunk is
+ * held_bits lines, and layout.hpp says which bits of them are whose. Where scale and offset of a block are below 16, both
+ * lie in one byte. Rows beyond N have scale 0; in-features beyond K are bits of 0 and meet activations of 0.
  */
 #ifndef Q4_CPU_H
 #define Q4_CPU_H
@@ -24,11 +25,12 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 7
+#define Q4_CPU_ABI_VERSION 8
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
-typedef enum { Q4_F32, Q4_BF16, Q4_F16, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_I8, Q4_I32 } q4_type;
+/* The last two are the halves of one byte, for the scale and the offset of blocks in super-blocks; a source has U8 for both. */
+typedef enum { Q4_F32, Q4_BF16, Q4_F16, Q4_E4M3, Q4_E8M0, Q4_U8, Q4_I8, Q4_I32, Q4_LOW_U4, Q4_HIGH_U4 } q4_type;
 typedef enum { Q4_NONE, Q4_OFFSET, Q4_ZERO } q4_second;
 typedef enum { Q4_LOW_FIRST, Q4_HIGH_FIRST, Q4_HALF_SPLIT, Q4_BYTES } q4_order;
 /* Activations as they come, or rounded to int8 or int16 with a scale for each 32 in-features, but for outliers. */
@@ -49,8 +51,11 @@ typedef struct {
     int64_t rows;             /* N */
     int64_t columns;          /* K */
     int64_t block;            /* in-features per scale: 16 or a multiple of 32 */
-    int64_t super_blocks;     /* blocks per super-block, of U8 or I8: a divisor of a row's, even where block is 16; 0 without or for ZERO */
-    int32_t bits;             /* 4 or 8 */
+    int64_t super_blocks;     /* blocks per super-block, of bytes or halves of these: a divisor of a row's, even where block is 16; 0 without or for ZERO */
+    int32_t bits;             /* of a code in a source: 4 or 8 */
+    int32_t held_bits;        /* of a code in a tile: as many, or 2 or 3 of 4, 5 or 6 of 8, but not for ZERO */
+    int32_t first;            /* the level that is held as 0 where held_bits are fewer, else 0. Codes beyond what they hold give wrong
+                                 numbers. Each 4-bit code is its own level then, step is 1, and a code's value is level - center */
     int32_t scale_type;       /* q4_type */
     int32_t second;           /* q4_second */
     int32_t second_type;      /* q4_type */
@@ -58,8 +63,7 @@ typedef struct {
     float codebook[16];       /* value of each 4-bit code; unused for 8 bits */
     /* w4a8: value of code q is step * (level[q] - center); exact where the codebook is a multiple of whole numbers.
      * center is whole; where a 4-bit level is above 24 it is 128, and no level is 0. With a second number step is 1, and the
-     * codebook is level - center. For 8 bits without one it is 128, too. For 8 bits level[0] and level[1] are the
-     * least and the largest level of any code, or level[1] is 0 where these are not known; codes beyond them give wrong numbers. */
+     * codebook is level - center. For 8 bits without one it is 128, too. */
     uint8_t level[16];
     float center;
     float step;

@@ -14,18 +14,20 @@
 namespace q4 {
 
 // One row of x takes the codes in high nibbles as they are, 16 times too large, into sums of their own.
-template <class V, int Rows, int Kind, bool Bytes> constexpr bool is_shifted_later() {
-    return Rows == 1 && !Bytes && V::kPlainPairs != V::kLevelPairs && Kind == V::kPlainPairs;
+template <class V, int Rows, int Kind, int Bits> constexpr bool is_shifted_later() {
+    return Rows == 1 && Bits == 4 && V::kPlainPairs != V::kLevelPairs && Kind == V::kPlainPairs;
 }
 
 // Pairs of levels of a chunk, decoded as they are read.
-template <class V, int Kind, int Second, int ScaleType, bool Bytes, bool IsLater> struct A16Codes : Numbers<V, Second, ScaleType> {
+template <class V, int Kind, int Second, int ScaleType, int Bits, bool IsLater> struct A16Codes : Numbers<V, Second, ScaleType> {
     const typename V::template Pairs<Kind>& table;
     const uint8_t* codes;
     // Of eight in-features, 0 and 2, 1 and 3, or 4 and 6, 5 and 7.
     Q4_INLINE void pairs(int eight, bool is_high, int part, typename V::Ints& even, typename V::Ints& odd) const {
         const int lane = part * V::kLanes * 4;
-        if constexpr (Bytes)
+        if constexpr (is_short<Bits>())
+            V::code_pairs(short_codes<V, Bits>(codes, eight * 2 + is_high, part), even, odd);
+        else if constexpr (Bits == 8)
             V::byte_pairs(V::line(codes + eight * 128 + is_high * 64 + lane), even, odd);
         else
             table.template pairs<IsLater>(V::line(codes + eight * 64 + lane), is_high, even, odd);
@@ -33,20 +35,20 @@ template <class V, int Kind, int Second, int ScaleType, bool Bytes, bool IsLater
 };
 
 // One row of x meets V::kA16Parts parts of the lanes at once, more rows one: codes are decoded once for all of them.
-template <class V, int Rows, int Kind, int Second, int ScaleType, bool Bytes, bool Halves>
+template <class V, int Rows, int Kind, int Second, int ScaleType, int Bits, bool Halves>
 void a16_direct(const Tile& t, const Activations& x, float* y) {
     constexpr int kAll = kTileRows / V::kLanes, kParts = Rows == 1 ? V::kA16Parts : 1;
-    constexpr bool kIsLater = is_shifted_later<V, Rows, Kind, Bytes>();
+    constexpr bool kIsLater = is_shifted_later<V, Rows, Kind, Bits>();
     constexpr bool kApart = Halves || Kind == V::kWordPairs;  // sums of words would overflow
     constexpr int kRowBytes = kChunk * 2;
     const typename V::template Pairs<Kind> table(t.matrix);
     typename V::Floats sum[kAll][Rows];
     for (auto& part : sum)
         for (auto& row : part) row = V::zero();
-    Stream<Bytes> stream(t.at, t.data, 0);
+    Stream<Bits> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
-        const A16Codes<V, Kind, Second, ScaleType, Bytes, kIsLater> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
+        const A16Codes<V, Kind, Second, ScaleType, Bits, kIsLater> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
         const int64_t row = chunk * Rows;
 #pragma GCC unroll 4
         for (int first = 0; first < kAll; first += kParts) {
@@ -96,7 +98,7 @@ template <class V, int ScaleType, bool Halves> void a16_single(const Tile& t, co
     const typename V::template Pairs<V::kWordPairs> table(t.matrix);
     typename V::Floats sum[kParts][1];
     for (auto& part : sum) part[0] = V::zero();
-    Stream<false> stream(t.at, t.data, 0);
+    Stream<4> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
         const Numbers<V, Q4_NONE, ScaleType> source{t.matrix, t.at, stream.head, stream.super};
@@ -123,18 +125,20 @@ template <class V, int ScaleType, bool Halves> void a16_single(const Tile& t, co
     for (int p = 0; p < kParts; ++p) V::store(y + p * V::kLanes, sum[p][0]);
 }
 
-template <class V, int Kind, int Second, bool Bytes, bool Halves>
+template <class V, int Kind, int Second, int Bits, bool Halves>
 void a16_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     constexpr int kParts = kTileRows / V::kLanes, kSets = Halves ? 2 : 1;
     const typename V::template Pairs<Kind> table(t.matrix);
-    Stream<Bytes> stream(t.at, t.data, first);
+    Stream<Bits> stream(t.at, t.data, first);
     uint8_t* to = panel.codes;
     float *scale = panel.scale, *second = panel.second;
     for (int64_t chunk = first; chunk < last; ++chunk, stream.next()) {
         stream.prefetch();
-        const A16Codes<V, Kind, Second, kAnyType, Bytes, false> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
+        const A16Codes<V, Kind, Second, kAnyType, Bits, false> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
+#pragma GCC unroll 4
         for (int eight = 0; eight < 4; ++eight, to += 256)
             for (int part = 0; part < kParts; ++part)
+#pragma GCC unroll 2
                 for (int is_high = 0; is_high < 2; ++is_high) {
                     typename V::Ints even, odd;
                     source.pairs(eight, is_high, part, even, odd);

@@ -6,13 +6,13 @@
 namespace q4 {
 
 // Levels of a chunk, decoded as they are read; a step is four in-features.
-template <class V, int Kind, int Second, int ScaleType, bool Bytes> struct A8Codes : Numbers<V, Second, ScaleType> {
+template <class V, int Kind, int Second, int ScaleType, int Bits> struct A8Codes : Numbers<V, Second, ScaleType> {
     const typename V::template Levels<Kind>& table;
     const uint8_t* codes;
     Q4_INLINE typename V::Ints levels(int step, int part) const {
         const int lane = part * V::kLanes * 4;
-        if constexpr (Kind == V::kShort) return table.bytes(V::line(codes + step * 64 + lane));
-        if constexpr (Bytes) return V::byte_levels(V::line(codes + step * 64 + lane));
+        if constexpr (is_short<Bits>()) return short_codes<V, Bits>(codes, step, part);
+        if constexpr (Bits == 8) return V::byte_levels(V::line(codes + step * 64 + lane));
         const auto line = V::line(codes + step / 2 * 64 + lane);
         return step % 2 ? table.high(line) : table.low(line);
     }
@@ -73,17 +73,17 @@ Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chun
     }
 }
 
-template <class V, int Rows, int Kind, int Second, int ScaleType, bool Bytes, bool Halves>
+template <class V, int Rows, int Kind, int Second, int ScaleType, int Bits, bool Halves>
 void a8_direct(const Tile& t, const Activations& x, float* y) {
     constexpr int kParts = kTileRows / V::kLanes;
     const typename V::template Levels<Kind> table(t.matrix.level);
     typename V::Floats sum[kParts][Rows];
     for (auto& part : sum)
         for (auto& row : part) row = V::zero();
-    Stream<Bytes> stream(t.at, t.data, 0);
+    Stream<Bits> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
-        const A8Codes<V, Kind, Second, ScaleType, Bytes> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
+        const A8Codes<V, Kind, Second, ScaleType, Bits> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; ++part)
             a8_chunk<V, Rows, Kind, Second, Halves>(source, x, chunk, part, sum[part]);
@@ -103,16 +103,17 @@ Q4_INLINE void decode_numbers(const Source& source, float* scale, float* second)
         }
 }
 
-template <class V, int Kind, int Second, bool Bytes, bool Halves>
+template <class V, int Kind, int Second, int Bits, bool Halves>
 void a8_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     constexpr int kParts = kTileRows / V::kLanes, kSets = Halves ? 2 : 1;
     const typename V::template Levels<Kind> table(t.matrix.level);
-    Stream<Bytes> stream(t.at, t.data, first);
+    Stream<Bits> stream(t.at, t.data, first);
     uint8_t* to = panel.codes;
     float *scale = panel.scale, *second = panel.second;
     for (int64_t chunk = first; chunk < last; ++chunk, stream.next()) {
         stream.prefetch();
-        const A8Codes<V, Kind, Second, kAnyType, Bytes> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
+        const A8Codes<V, Kind, Second, kAnyType, Bits> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
+#pragma GCC unroll 8
         for (int step = 0; step < 8; ++step, to += 64)
             for (int part = 0; part < kParts; ++part) V::store(to + part * V::kLanes * 4, source.levels(step, part));
         decode_numbers<V, Second, Halves>(source, scale, second);

@@ -81,9 +81,8 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
     // Signed levels are 128 less.
     const bool is_signed = is_a16 ? has_words(m) : kernels.is_wide_signed && has_wide_levels(m);
     const bool is_single = is_a16 && kernels.arrange_single && pass.direct && pass.rows == 1 && has_words(m);
-    const bool is_short = !is_a16 && kernels.has_short && has_short_bytes(m);
     const float peak = word_peak(m);
-    const int32_t center = static_cast<int32_t>(m.center) - (is_short ? m.level[0] : is_signed ? 128 : 0);
+    const int32_t center = static_cast<int32_t>(m.center) - (is_held_short(m) ? m.first : is_signed ? 128 : 0);
     alignas(64) float buffer[kChunk];
     alignas(64) uint8_t tail[kChunk * 4];
     for (int r = 0; r < pass.rows; ++r) {

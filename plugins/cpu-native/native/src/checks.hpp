@@ -33,10 +33,25 @@ inline bool has_sound_levels(const q4_matrix& m) {
 
 inline bool is_byte_type(int32_t type) { return type == Q4_U8 || type == Q4_I8; }
 
+// Two halves of bytes, for a scale and an offset of a block in a super-block.
+inline bool are_halves(const q4_matrix& m) {
+    return m.scale_type == Q4_LOW_U4 && m.second == Q4_OFFSET && m.second_type == Q4_HIGH_U4 && m.super_blocks;
+}
+
+// Whether fewer bits of a code are held, where that may be.
+inline bool has_sound_bits(const q4_matrix& m) {
+    if (!is_held_short(m)) return m.first == 0;
+    const bool is_known = m.bits == 4 ? m.held_bits == 2 || m.held_bits == 3 : m.held_bits == 5 || m.held_bits == 6;
+    if (!is_known || m.second == Q4_ZERO || m.first < 0 || m.first + (1 << m.held_bits) > 1 << m.bits || m.step != 1.0f) return false;
+    for (int q = 0; q < 16 && m.bits == 4; ++q)
+        if (m.level[q] != q || m.center > 127.0f || m.codebook[q] != static_cast<float>(q) - m.center) return false;
+    return true;
+}
+
 // Whether super-blocks are whole groups of bytes, and divide a row.
 inline bool has_sound_super_blocks(const q4_matrix& m) {
     if (m.super_blocks == 0) return true;
-    if (!is_byte_type(m.scale_type) || (m.second != Q4_NONE && !is_byte_type(m.second_type))) return false;
+    if (!are_halves(m) && (!is_byte_type(m.scale_type) || (m.second != Q4_NONE && !is_byte_type(m.second_type)))) return false;
     if (!is_size(m.super_blocks) || m.second == Q4_ZERO || (m.block == 16 && m.super_blocks % 2)) return false;
     return ceil_div(m.columns, m.block) % m.super_blocks == 0;
 }
@@ -45,12 +60,12 @@ inline bool is_sound(const q4_matrix* matrix) {
     if (!matrix) return false;
     const q4_matrix& m = *matrix;
     if (!is_size(m.rows) || !is_size(m.columns) || !is_size(m.block) || (m.block != 16 && m.block % kChunk)) return false;
-    if ((m.bits != 4 && m.bits != 8) || !is_number_type(m.scale_type)) return false;
+    if ((m.bits != 4 && m.bits != 8) || (!are_halves(m) && !is_number_type(m.scale_type))) return false;
     if (m.second != Q4_NONE && m.second != Q4_OFFSET && m.second != Q4_ZERO) return false;
-    if (m.second != Q4_NONE && !is_number_type(m.second_type)) return false;
+    if (m.second != Q4_NONE && !are_halves(m) && !is_number_type(m.second_type)) return false;
     if ((m.second == Q4_OFFSET || m.bits == 8) && m.step != 1.0f) return false;
     if (m.is_unsigned && (m.is_unsigned != 1 || m.bits != 8)) return false;
-    if (!has_sound_levels(m) || !has_sound_super_blocks(m)) return false;
+    if (!has_sound_levels(m) || !has_sound_bits(m) || !has_sound_super_blocks(m)) return false;
     if (m.second == Q4_NONE || m.bits == 8) return true;
     for (int q = 0; q < 16; ++q)  // an offset is added to values as they are
         if (m.codebook[q] != static_cast<float>(m.level[q]) - m.center) return false;

@@ -16,6 +16,8 @@ template <class V> Q4_INLINE typename V::Floats numbers(int32_t type, const uint
     case Q4_E8M0: return V::e8m0(p);
     case Q4_U8: return V::u8(p);
     case Q4_I8: return V::i8(p);
+    case Q4_LOW_U4: return V::nibble(p, false);
+    case Q4_HIGH_U4: return V::nibble(p, true);
     default: return V::i32(p);
     }
 }
@@ -24,8 +26,8 @@ template <class V> Q4_INLINE typename V::Floats numbers(int32_t type, const uint
 constexpr int kAhead = 4096;
 
 // Walks through the chunks of one tile.
-template <bool Bytes> struct Stream {
-    static constexpr int kChunkBytes = kTileRows * kChunk / (Bytes ? 1 : 2);
+template <int Bits> struct Stream {
+    static constexpr int kChunkBytes = kTileRows * kChunk * Bits / 8;
     const Layout& at;
     const uint8_t* head;   // of the chunk's group
     const uint8_t* super;  // of its super-block
@@ -56,6 +58,23 @@ template <bool Bytes> struct Stream {
         super_left = at.super_groups;
     }
 };
+
+// Whether codes of 4 or 8 bits are held in fewer.
+template <int Bits> constexpr bool is_short() { return Bits != 4 && Bits != 8; }
+
+// Short codes of four in-features of each row, as bytes.
+template <class V, int Bits> Q4_INLINE typename V::Ints short_codes(const uint8_t* codes, int step, int part) {
+    const int lane = part * V::kLanes * 4;
+    const Fields of = fields_of(Bits, step);
+    const auto field = [&](int i) __attribute__((always_inline)) {
+        const Field f = of.field[i];
+        return V::field(V::line(codes + f.line * 64 + lane), f.from - f.to, f.mask() << f.to);
+    };
+    typename V::Ints out = field(0);
+    if (of.count > 1) out = V::merged(out, field(1));
+    if (of.count > 2) out = V::merged(out, field(2));
+    return out;
+}
 
 // A scale's type that is asked for at each chunk; a type that the kernel is made for costs no jump.
 constexpr int kAnyType = -1;

@@ -13,6 +13,13 @@ template <class V, int Second, bool Bytes, class Book> constexpr bool is_raised(
     else return Bytes || Book::kRaises;
 }
 
+// A line of 4-bit codes of 8 in-features, or bytes of 4: those that short codes are made of differ from them by `base`.
+template <class V, int Bits>
+Q4_INLINE typename V::Ints exact_codes(const uint8_t* codes, int line, int part, typename V::Ints base) {
+    if constexpr (is_short<Bits>()) return V::add_bytes(short_codes<V, Bits>(codes, line, part), base);
+    return V::line(codes + line * 64 + part * V::kLanes * 4);
+}
+
 // Call use(k, weight) for the in-features of one line, in order. `line` is 8 in-features of 4-bit codes, or 4 of bytes.
 template <class V, bool Bytes, bool IsRaised, class Book, class Use>
 Q4_INLINE void exact_line(typename V::Ints line, const Book& book, const Use& use) {
@@ -49,6 +56,29 @@ Q4_INLINE void exact_line(typename V::Ints line, const Book& book, const Use& us
     }
 }
 
+// The value of one column's codes, before base and second number; `codes` is the address of its place.
+template <class V, int Bits, class Book>
+Q4_INLINE typename V::Floats column_values(const uint8_t* codes, const Place& place, int part, const Book& book, typename V::Ints base) {
+    codes += part * V::kLanes * 4;
+    if constexpr (is_short<Bits>()) {
+        const Fields of = fields_of(Bits, place.step);
+        const int shift = place.shift - of.field[0].from;
+        typename V::Ints all = base;
+        for (int i = 0; i < of.count; ++i) {
+            const Field& f = of.field[i];
+            const auto line = V::line(codes + (f.line - of.field[0].line) * 64);
+            all = V::add_bytes(all, V::lifted(V::shifted(line, shift + f.from), f.mask(), f.to));
+        }
+        return V::template signed_byte<0>(all);
+    } else {
+        const auto line = V::shifted(V::line(codes), place.shift);
+        if constexpr (Bits == 8)
+            return V::template signed_byte<0>(line);
+        else
+            return book.template at<0>(book.line(line));
+    }
+}
+
 // A code's value with its second number; the scale is left to the end of a half chunk unless there is an offset. What a byte
 // lacks to its code's value is added first: 0 where there is no second number.
 template <class V, int Second, bool Bytes>
@@ -66,18 +96,20 @@ Q4_INLINE typename V::Floats half_scale(typename V::Floats s, const Book& book) 
     return Bytes ? s : V::mul(s, V::splat(book.unit));
 }
 
-template <class V, int Rows, int Second, bool Bytes, class Book>
+template <class V, int Rows, int Second, int Bits, class Book>
 void exact_direct(const Tile& t, const Activations& x, float* y) {
+    constexpr bool Bytes = Bits != 4;
     constexpr int kParts = kTileRows / V::kLanes;
     constexpr bool kIsRaised = is_raised<V, Second, Bytes, Book>();
     using F = typename V::Floats;
     const Book book(t.matrix.codebook);
     const bool halves = t.at.sets == 2;
     const F base = V::splat(byte_base(t.matrix));
+    const auto bytes = V::splat_bytes(short_base(t.matrix));
     F sum[kParts][Rows];
     for (auto& part : sum)
         for (F& row : part) row = V::zero();
-    Stream<Bytes> stream(t.at, t.data, 0);
+    Stream<Bits> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
         const Numbers<V, Second, kAnyType> of{t.matrix, t.at, stream.head, stream.super};
@@ -105,8 +137,7 @@ void exact_direct(const Tile& t, const Activations& x, float* y) {
                     for (int h = 0; h < kHalves; ++h)
 #pragma GCC unroll 4
                         for (int p = 0; p < kTogether; ++p) {
-                            const int lane = (first_part + p) * V::kLanes;
-                            const auto line = V::line(stream.codes + ((first_half + h) * kLines + l) * 64 + lane * 4);
+                            const auto line = exact_codes<V, Bits>(stream.codes, (first_half + h) * kLines + l, first_part + p, bytes);
                             const float* from = values + (first_half + h) * 16 + l * kStep;
                             exact_line<V, Bytes, kIsRaised>(line, book, [&](int k, F value) __attribute__((always_inline)) {
                                 const F w = with_second<V, Second, Bytes>(value, s[h][p], z[h][p], base);
@@ -133,25 +164,28 @@ void exact_direct(const Tile& t, const Activations& x, float* y) {
         for (int r = 0; r < Rows; ++r) V::store(y + r * kTileRows + part * V::kLanes, sum[part][r]);
 }
 
-template <class V, int Second, bool Bytes, class Book>
+template <class V, int Second, int Bits, class Book>
 void exact_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
+    constexpr bool Bytes = Bits != 4;
     constexpr int kParts = kTileRows / V::kLanes, kLines = Bytes ? 8 : 4, kStep = Bytes ? 4 : 8;
     using F = typename V::Floats;
     const Book book(t.matrix.codebook);
     const bool halves = t.at.sets == 2;
     const F base = V::splat(byte_base(t.matrix));
-    Stream<Bytes> stream(t.at, t.data, first);
+    const auto bytes = V::splat_bytes(short_base(t.matrix));
+    Stream<Bits> stream(t.at, t.data, first);
     auto* to = reinterpret_cast<float*>(panel.codes);
     float* scale = panel.scale;
     for (int64_t chunk = first; chunk < last; ++chunk, stream.next(), to += kChunk * kTileRows, scale += 2 * kTileRows) {
         stream.prefetch();
         const Numbers<V, Second, kAnyType> of{t.matrix, t.at, stream.head, stream.super};
+#pragma GCC unroll 8
         for (int l = 0; l < kLines; ++l)
             for (int part = 0; part < kParts; ++part) {
                 const int half = 2 * l / kLines, lane = part * V::kLanes;
                 const F s = of.scale(halves ? half : 0, part), z = of.second(halves ? half : 0, part);
                 if (l * 2 % kLines == 0) V::store(scale + half * kTileRows + lane, half_scale<V, Second, Bytes>(s, book));
-                const auto line = V::line(stream.codes + l * 64 + lane * 4);
+                const auto line = exact_codes<V, Bits>(stream.codes, l, part, bytes);
                 exact_line<V, Bytes, false>(line, book, [&](int k, F value) __attribute__((always_inline)) {
                     V::store(to + (l * kStep + k) * kTileRows + lane, with_second<V, Second, Bytes>(value, s, z, base));
                 });

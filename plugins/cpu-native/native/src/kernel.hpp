@@ -110,7 +110,6 @@ struct Kernels {
     int64_t panel_from[3];  // rows of x from which a family's panels pay
     int panel_rows[3];      // of each family
     bool is_wide_signed;  // levels above 24 (and bytes) are multiplied as signed numbers, without a centre
-    bool has_short;       // short bytes (layout.hpp) are multiplied as unsigned numbers above the first level
     // 32 numbers to float32: returns the bits of the largest magnitude among them; `large` of them reach a sixteenth of it.
     int32_t (*widen)(const uint8_t* from, int32_t type, float* to, int32_t* large);
     // Quantise 32 in-features of one row: returns the scale; levels, and the sums of both halves' levels.

@@ -24,6 +24,57 @@ static inline int size_of(int32_t type) {
     }
 }
 
+// Bits [from, from + bits) of each byte of a line are bits [to, to + bits) of a code.
+struct Field {
+    int line, from, bits, to;
+    constexpr int mask() const { return (1 << bits) - 1; }
+};
+struct Fields {
+    int count;
+    Field field[3];
+};
+
+// Where four in-features of a chunk, 4 step … + 3, lie in its lines: byte 4 r + i is that of row r and of the i-th of them.
+// Whole bytes, nibbles or pairs of bits as far as they go; in what these leave of their bytes, bits of the others.
+[[gnu::always_inline]] static inline constexpr Fields fields_of(int bits, int step) {
+    const int half = step / 4 * 3;
+    switch (bits) {
+    case 2: return {1, {{step / 4, step % 4 * 2, 2, 0}}};
+    case 3:
+        if (step == 6) return {2, {{0, 6, 2, 0}, {2, 6, 1, 2}}};
+        if (step == 7) return {2, {{1, 6, 2, 0}, {2, 7, 1, 2}}};
+        return {1, {{step / 2, step % 2 * 3, 3, 0}}};
+    case 4: return {1, {{step / 2, step % 2 * 4, 4, 0}}};
+    case 5:
+        if (step == 5) return {2, {{0, 5, 3, 0}, {1, 5, 2, 3}}};
+        if (step == 6) return {2, {{2, 5, 3, 0}, {3, 5, 2, 3}}};
+        if (step == 7) return {3, {{4, 5, 3, 0}, {1, 7, 1, 3}, {3, 7, 1, 4}}};
+        return {1, {{step, 0, 5, 0}}};
+    case 6:
+        if (step % 4 == 3) return {3, {{half, 6, 2, 0}, {half + 1, 6, 2, 2}, {half + 2, 6, 2, 4}}};
+        return {1, {{half + step % 4, 0, 6, 0}}};
+    default: return {1, {{step, 0, 8, 0}}};
+    }
+}
+
+// In-feature j of row r of a chunk, as it is held.
+static inline int held_code(int bits, const uint8_t* codes, int r, int j) {
+    const Fields of = fields_of(bits, j / 4);
+    int code = 0;
+    for (int i = 0; i < of.count; ++i) {
+        const Field& f = of.field[i];
+        code |= (codes[f.line * 64 + r * 4 + j % 4] >> f.from & f.mask()) << f.to;
+    }
+    return code;
+}
+static inline void hold_code(int bits, int code, uint8_t* codes, int r, int j) {
+    const Fields of = fields_of(bits, j / 4);
+    for (int i = 0; i < of.count; ++i) {
+        const Field& f = of.field[i];
+        codes[f.line * 64 + r * 4 + j % 4] |= static_cast<uint8_t>((code >> f.to & f.mask()) << f.from);
+    }
+}
+
 struct Layout {
     int64_t chunks;         // of 32 in-features, in a row
     int64_t group_chunks;   // chunks that share one set of numbers
@@ -40,7 +91,8 @@ struct Layout {
     [[gnu::always_inline]] explicit Layout(const q4_matrix& m)
         : chunks(ceil_div(m.columns, kChunk)), group_chunks(std::max<int64_t>(1, m.block / kChunk)),
           groups(ceil_div(chunks, group_chunks)), sets(m.block == 16 ? 2 : 1), scale_size(size_of(m.scale_type)),
-          second_size(m.second == Q4_NONE ? 0 : size_of(m.second_type)), chunk_bytes(kTileRows * kChunk * m.bits / 8),
+          second_size(m.second == Q4_NONE || m.second_type == Q4_HIGH_U4 ? 0 : size_of(m.second_type)),
+          chunk_bytes(kTileRows * kChunk * m.held_bits / 8),
           head_bytes(int64_t{kTileRows} * sets * (scale_size + second_size)), super_groups(m.super_blocks / sets),
           supers(super_groups ? groups / super_groups : 0), super_bytes(int64_t{kTileRows} * 2 * (m.second == Q4_NONE ? 1 : 2)),
           tile_bytes(supers * super_bytes + groups * head_bytes + chunks * chunk_bytes), tiles(ceil_div(m.rows, kTileRows)) {}
@@ -51,25 +103,28 @@ struct Layout {
     [[gnu::always_inline]] int64_t super_offset(int64_t group) const { return supers ? group / super_groups * super_bytes : 0; }
     [[gnu::always_inline]] int64_t scale_offset(int set, int row) const { return (int64_t{set} * kTileRows + row) * scale_size; }
     [[gnu::always_inline]] int64_t second_offset(int set, int row) const {
+        if (!second_size) return scale_offset(set, row);  // the other half of its byte
         return int64_t{sets} * kTileRows * scale_size + (int64_t{set} * kTileRows + row) * second_size;
     }
 };
 
 // Where the numbers of a column lie in each tile: its group and super-block, the line of its codes and the bits before its own.
+// Held bits may lie in several lines: `step` says in which of the chunk's.
 struct Place {
     int64_t head, super, codes;
-    int32_t shift, set;
+    int32_t shift, set, step;
 };
 
 static inline Place place_of(const q4_matrix& m, const Layout& at, int64_t column) {
-    const bool is_bytes = m.bits == 8;
-    const int64_t chunk = column / kChunk, inside = column % kChunk, step = is_bytes ? 4 : 8;
-    const int64_t in_line = inside % step;
+    const int64_t chunk = column / kChunk;
+    const auto inside = static_cast<int32_t>(column % kChunk);
     Place place{};
+    place.step = inside / 4;
+    const Field first = fields_of(m.held_bits, place.step).field[0];
     place.head = at.group_offset(chunk / at.group_chunks), place.super = at.super_offset(chunk / at.group_chunks);
-    place.codes = place.head + at.head_bytes + chunk % at.group_chunks * at.chunk_bytes + inside / step * 64;
-    place.shift = static_cast<int32_t>(is_bytes ? 8 * in_line : in_line % 4 * 8 + in_line / 4 * 4);
-    place.set = at.sets == 2 ? static_cast<int32_t>(inside / 16) : 0;
+    place.codes = place.head + at.head_bytes + chunk % at.group_chunks * at.chunk_bytes + first.line * 64;
+    place.shift = inside % 4 * 8 + first.from;
+    place.set = at.sets == 2 ? inside / 16 : 0;
     return place;
 }
 
@@ -92,14 +147,13 @@ static inline bool has_wide_levels(const q4_matrix& m) {
     return m.bits == 8 || *std::max_element(m.level, m.level + 16) > kNarrowLevel;
 }
 
-// Bytes whose levels are 64 in a row, or fewer: those of 5 and 6 bits. AVX2 multiplies them as unsigned numbers above the first.
-constexpr int kShortRange = 63;
-static inline bool has_short_bytes(const q4_matrix& m) {
-    return m.bits == 8 && m.level[1] && m.level[1] >= m.level[0] && m.level[1] - m.level[0] <= kShortRange;
-}
+// Whether codes are held in fewer bits than the source's: as how much their level is above the first one.
+static inline bool is_held_short(const q4_matrix& m) { return m.held_bits != m.bits; }
 
-// What a byte of a tile lacks to the value of its 8-bit code.
-static inline float byte_base(const q4_matrix& m) { return 128.0f - m.center; }
+// The value of a code less that of its byte: of a tile's 8-bit code, or of what the exact kernels make of a short one.
+static inline float byte_base(const q4_matrix& m) { return m.bits == 8 ? 128.0f - m.center : 0.0f; }
+// What a code that is held short lacks to its byte.
+static inline int short_base(const q4_matrix& m) { return m.first - (m.bits == 8 ? 128 : static_cast<int>(m.center)); }
 
 // Whether int16 activations meet the words of a table of their own; elsewhere they meet levels, less a centre.
 static inline bool has_words(const q4_matrix& m) { return m.bits == 4 && m.second == Q4_NONE && has_wide_levels(m); }

@@ -36,11 +36,12 @@ template <class Call> void run(bool is_long, const Call& call) {
 
 class Matrix {
   public:
-    Matrix(int64_t rows, int64_t columns, int64_t block, int64_t super_blocks, int bits, int scale_type, int second,
+    Matrix(int64_t rows, int64_t columns, int64_t block, int64_t super_blocks, int bits, int held_bits, int first, int scale_type, int second,
            int second_type, bool is_unsigned, const std::vector<float>& codebook, const std::vector<int>& level, float center,
            float step, const std::vector<int>& word, float word_step) {
         matrix_ = q4_matrix{};
         matrix_.rows = rows, matrix_.columns = columns, matrix_.block = block, matrix_.super_blocks = super_blocks;
+        matrix_.held_bits = held_bits, matrix_.first = first;
         matrix_.bits = bits, matrix_.scale_type = scale_type, matrix_.second = second, matrix_.second_type = second_type;
         matrix_.is_unsigned = is_unsigned;
         if (codebook.size() != 16 || level.size() != 16 || word.size() != 16) throw std::invalid_argument("tables must be 16 long");
@@ -194,7 +195,7 @@ NB_MODULE(_native, module) {
     module.def("panel_from", &q4_cpu_panel_from, "The rows of x from which a family has panels; 0 where it has none.");
     module.def("isa_name", &q4_cpu_isa_name, "Its name, or None where there is no such number.");
     nb::class_<Matrix>(module, "Matrix")
-        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int, int, int, int, bool, const std::vector<float>&, const std::vector<int>&,
+        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int, int, int, int, int, int, bool, const std::vector<float>&, const std::vector<int>&,
                       float, float, const std::vector<int>&, float>())
         .def_prop_ro("prepared_bytes", &Matrix::prepared_bytes)
         .def("pack", &Matrix::pack)

@@ -5,7 +5,7 @@
 // float64: a product of float32 is nearly exact there, and what the other in-features give is rounded once, with the result.
 #pragma once
 
-#include "codes.hpp"
+#include "exact.hpp"
 
 namespace q4 {
 
@@ -37,21 +37,18 @@ template <class V> uint32_t find_outliers(const float* x) {
     }
 }
 
-template <class V, int Second, bool Bytes>
+template <class V, int Second, int Bits>
 void outliers_direct(const Tile& t, const Outlier* outliers, int64_t count, double* y) {
     const typename V::Codebook book(t.matrix.codebook);
-    const double base = Bytes ? byte_base(t.matrix) : 0.0;
+    const double base = Bits != 4 ? byte_base(t.matrix) : 0.0;
+    const auto bytes = V::splat_bytes(short_base(t.matrix));
     alignas(64) float value[kTileRows], scale[kTileRows], second[kTileRows];
     alignas(64) double sum[kTileRows] = {};
     for (const Outlier* outlier = outliers; outlier < outliers + count; ++outlier) {
         const Numbers<V, Second, kAnyType> of{t.matrix, t.at, t.data + outlier->head, t.data + outlier->super};
         for (int part = 0; part < kTileRows / V::kLanes; ++part) {
             const int lane = part * V::kLanes;
-            const auto line = V::shifted(V::line(t.data + outlier->codes + lane * 4), outlier->shift);
-            if constexpr (Bytes)
-                V::store(value + lane, V::template signed_byte<0>(line));
-            else
-                V::store(value + lane, book.template at<0>(book.line(line)));
+            V::store(value + lane, column_values<V, Bits>(t.data + outlier->codes, *outlier, part, book, bytes));
             V::store(scale + lane, of.scale(outlier->set, part));
             V::store(second + lane, of.second(outlier->set, part));
         }

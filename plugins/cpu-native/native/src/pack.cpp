@@ -83,16 +83,22 @@ void pack_tile(const q4_matrix& m, const Layout& at, const q4_source& s, int64_t
                 if (b >= blocks) continue;  // a short last group
                 std::memcpy(group + at.scale_offset(set, r), s.scale + (first + r) * s.scale_row + b * s.scale_block,
                             static_cast<size_t>(at.scale_size));
-                if (m.second != Q4_NONE)
-                    std::memcpy(group + at.second_offset(set, r),
-                                s.second + (first + r) * s.second_row + b * s.second_block,
-                                static_cast<size_t>(at.second_size));
+                if (m.second == Q4_NONE) continue;
+                const uint8_t* second = s.second + (first + r) * s.second_row + b * s.second_block;
+                uint8_t* to = group + at.second_offset(set, r);
+                if (at.second_size)
+                    std::memcpy(to, second, static_cast<size_t>(at.second_size));
+                else
+                    *to = static_cast<uint8_t>((*to & 15) | *second << 4);
             }
             const int64_t last = std::min(at.chunks, (g + 1) * at.group_chunks);
             for (int64_t chunk = g * at.group_chunks; chunk < last; ++chunk) {
                 const uint8_t* from = codes + chunk * kChunk;
                 uint8_t* data = group + at.head_bytes + (chunk - g * at.group_chunks) * at.chunk_bytes + r * 4;
-                if (m.bits == 8)
+                if (is_held_short(m))
+                    for (int j = 0; j < kChunk && chunk * kChunk + j < m.columns; ++j)
+                        hold_code(m.held_bits, (m.bits == 8 ? from[j] ^ 128 : from[j]) - m.first, data - r * 4, r, j);
+                else if (m.bits == 8)
                     for (int line = 0; line < 8; ++line) std::memcpy(data + 64 * line, from + 4 * line, 4);
                 else
                     for (int line = 0; line < 4; ++line)
@@ -159,7 +165,10 @@ extern "C" int32_t q4_cpu_unpack(const q4_matrix* matrix, const uint8_t* tiles, 
                 const int set = static_cast<int>(b % at.sets);
                 std::memcpy(scale + (i * blocks + b) * at.scale_size, group + at.scale_offset(set, r),
                             static_cast<size_t>(at.scale_size));
-                if (m.second != Q4_NONE)
+                if (m.second != Q4_NONE && !at.second_size) {
+                    uint8_t& both = scale[i * blocks + b];
+                    second[i * blocks + b] = both >> 4, both &= 15;
+                } else if (m.second != Q4_NONE)
                     std::memcpy(second + (i * blocks + b) * at.second_size, group + at.second_offset(set, r),
                                 static_cast<size_t>(at.second_size));
             }
@@ -167,12 +176,10 @@ extern "C" int32_t q4_cpu_unpack(const q4_matrix* matrix, const uint8_t* tiles, 
                 const int64_t chunk = k / q4::kChunk, j = k % q4::kChunk;
                 const uint8_t* data = tile + at.group_offset(chunk / at.group_chunks) + at.head_bytes +
                                       chunk % at.group_chunks * at.chunk_bytes;
-                uint8_t code;
-                if (m.bits == 8)
-                    code = static_cast<uint8_t>(data[j / 4 * 64 + r * 4 + j % 4] ^ (m.is_unsigned ? 128 : 0));
-                else
-                    code = data[j / 8 * 64 + r * 4 + j % 4] >> (j % 8 < 4 ? 0 : 4) & 15;
-                codes[i * m.columns + k] = code;
+                int code = q4::held_code(m.held_bits, data, r, static_cast<int>(j));
+                if (q4::is_held_short(m)) code = (code + m.first) ^ (m.bits == 8 && !m.is_unsigned ? 128 : 0);
+                else if (m.bits == 8) code ^= m.is_unsigned ? 128 : 0;
+                codes[i * m.columns + k] = static_cast<uint8_t>(code);
             }
         }
     };

@@ -12,34 +12,43 @@
 
 namespace q4 {
 
-// Run `pick` with the constants of a matrix: (second, bytes).
+// Run `pick` with the constants of a matrix: (second, held bits).
 template <class Pick> auto with_form(const q4_matrix& m, const Pick& pick) {
-    const auto with_bytes = [&](auto second) {
-        return m.bits == 8 ? pick(second, std::true_type{}) : pick(second, std::false_type{});
+    const auto with_bits = [&](auto second) {
+        if constexpr (decltype(second)::value != Q4_ZERO) switch (m.held_bits) {
+            case 2: return pick(second, std::integral_constant<int, 2>{});
+            case 3: return pick(second, std::integral_constant<int, 3>{});
+            case 5: return pick(second, std::integral_constant<int, 5>{});
+            case 6: return pick(second, std::integral_constant<int, 6>{});
+            default: break;
+            }
+        return m.bits == 8 ? pick(second, std::integral_constant<int, 8>{}) : pick(second, std::integral_constant<int, 4>{});
     };
-    if (m.second == Q4_OFFSET) return with_bytes(std::integral_constant<int, Q4_OFFSET>{});
-    if (m.second == Q4_ZERO) return with_bytes(std::integral_constant<int, Q4_ZERO>{});
-    return with_bytes(std::integral_constant<int, Q4_NONE>{});
+    if (m.second == Q4_OFFSET) return with_bits(std::integral_constant<int, Q4_OFFSET>{});
+    if (m.second == Q4_ZERO) return with_bits(std::integral_constant<int, Q4_ZERO>{});
+    return with_bits(std::integral_constant<int, Q4_NONE>{});
 }
 
 // The same with (kind of levels, whether a block is half a chunk).
-template <class V, bool Bytes, class Pick> auto with_levels(const q4_matrix& m, const Pick& pick) {
+template <class V, int Bits, class Pick> auto with_levels(const q4_matrix& m, const Pick& pick) {
     const auto with_halves = [&](auto kind) {
         return m.block == 16 ? pick(kind, std::true_type{}) : pick(kind, std::false_type{});
     };
-    if constexpr (Bytes && V::kShort >= 0)
-        if (has_short_bytes(m)) return with_halves(std::integral_constant<int, V::kShort>{});
-    if constexpr (!Bytes && V::kKinds > 1)
+    if constexpr (is_short<Bits>()) {
+        constexpr bool kIsShort = Bits > 4 && V::kShort >= 0;
+        return with_halves(std::integral_constant<int, kIsShort ? V::kShort : V::kNarrow>{});
+    }
+    if constexpr (Bits == 4 && V::kKinds > 1)
         if (!has_wide_levels(m)) return with_halves(std::integral_constant<int, V::kNarrow>{});
     return with_halves(std::integral_constant<int, V::kWide>{});
 }
 
 // The same for pairs of levels, of a matrix with this form.
-template <class V, int Second, bool Bytes, class Pick> auto with_pairs(const q4_matrix& m, const Pick& pick) {
+template <class V, int Second, int Bits, class Pick> auto with_pairs(const q4_matrix& m, const Pick& pick) {
     const auto with_halves = [&](auto kind) {
         return m.block == 16 ? pick(kind, std::true_type{}) : pick(kind, std::false_type{});
     };
-    if constexpr (!Bytes) {
+    if constexpr (Bits == 4) {
         if constexpr (Second == Q4_NONE)
             if (has_words(m)) return with_halves(std::integral_constant<int, V::kWordPairs>{});
         bool is_plain = true;
@@ -50,8 +59,10 @@ template <class V, int Second, bool Bytes, class Pick> auto with_pairs(const q4_
 }
 
 // The same with the type of the scales, for those formats that have no second number.
-template <int Second, class Pick> auto with_scale(const q4_matrix& m, const Pick& pick) {
-    if constexpr (Second == Q4_NONE) switch (m.scale_type) {
+template <int Second, int Bits, class Pick> auto with_scale(const q4_matrix& m, const Pick& pick) {
+    if constexpr (is_short<Bits>()) {
+        if (m.scale_type == Q4_F16) return pick(std::integral_constant<int, Q4_F16>{});
+    } else if constexpr (Second == Q4_NONE) switch (m.scale_type) {
         case Q4_F32: return pick(std::integral_constant<int, Q4_F32>{});
         case Q4_F16: return pick(std::integral_constant<int, Q4_F16>{});
         case Q4_E4M3: return pick(std::integral_constant<int, Q4_E4M3>{});
@@ -62,28 +73,28 @@ template <int Second, class Pick> auto with_scale(const q4_matrix& m, const Pick
 }
 
 template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int32_t family) {
-    return with_form(m, [&](auto second, auto bytes) -> DirectKernel {
+    return with_form(m, [&](auto second, auto bits) -> DirectKernel {
         constexpr int kSecond = decltype(second)::value;
-        constexpr bool kBytes = decltype(bytes)::value;
+        constexpr int kBits = decltype(bits)::value;
         if (family == Q4_A8)
-            return with_levels<V, kBytes>(m, [&](auto kind, auto halves) {
-                return with_scale<kSecond>(m, [](auto scale) -> DirectKernel {
+            return with_levels<V, kBits>(m, [&](auto kind, auto halves) {
+                return with_scale<kSecond, kBits>(m, [](auto scale) -> DirectKernel {
                     return a8_direct<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(scale)::value,
-                                     decltype(bytes)::value, decltype(halves)::value>;
+                                     decltype(bits)::value, decltype(halves)::value>;
                 });
             });
         if (family == Q4_A16)
-            return with_pairs<V, kSecond, kBytes>(m, [&](auto kind, auto halves) {
-                return with_scale<kSecond>(m, [&](auto scale) -> DirectKernel {
+            return with_pairs<V, kSecond, kBits>(m, [&](auto kind, auto halves) {
+                return with_scale<kSecond, kBits>(m, [&](auto scale) -> DirectKernel {
                     constexpr int kKind = decltype(kind)::value;
                     if constexpr (V::kHasSingle && Rows == 1 && kKind == V::kWordPairs)
                         return a16_single<V, decltype(scale)::value, decltype(halves)::value>;
                     else
-                        return a16_direct<V, Rows, kKind, kSecond, decltype(scale)::value, kBytes, decltype(halves)::value>;
+                        return a16_direct<V, Rows, kKind, kSecond, decltype(scale)::value, kBits, decltype(halves)::value>;
                 });
             });
-        if (!kBytes && whole_unit(m.codebook) > 0.0f) return exact_direct<V, Rows, kSecond, kBytes, typename V::WholeBook>;
-        return exact_direct<V, Rows, kSecond, kBytes, typename V::Codebook>;
+        if (kBits == 4 && whole_unit(m.codebook) > 0.0f) return exact_direct<V, Rows, kSecond, kBits, typename V::WholeBook>;
+        return exact_direct<V, Rows, kSecond, kBits, typename V::Codebook>;
     });
 }
 
@@ -91,20 +102,20 @@ template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int3
 template <class V> constexpr bool has_exact_panels() { return V::kExactPanelFrom < INT64_MAX; }
 
 template <class V> PanelDecoder decoder(const q4_matrix& m, int32_t family) {
-    return with_form(m, [&](auto second, auto bytes) -> PanelDecoder {
+    return with_form(m, [&](auto second, auto bits) -> PanelDecoder {
         constexpr int kSecond = decltype(second)::value;
-        constexpr bool kBytes = decltype(bytes)::value;
+        constexpr int kBits = decltype(bits)::value;
         if (family == Q4_A8)
-            return with_levels<V, kBytes>(m, [](auto kind, auto halves) -> PanelDecoder {
-                return a8_decode<V, decltype(kind)::value, kSecond, kBytes, decltype(halves)::value>;
+            return with_levels<V, kBits>(m, [](auto kind, auto halves) -> PanelDecoder {
+                return a8_decode<V, decltype(kind)::value, kSecond, kBits, decltype(halves)::value>;
             });
         if (family == Q4_A16)
-            return with_pairs<V, kSecond, kBytes>(m, [](auto kind, auto halves) -> PanelDecoder {
-                return a16_decode<V, decltype(kind)::value, kSecond, kBytes, decltype(halves)::value>;
+            return with_pairs<V, kSecond, kBits>(m, [](auto kind, auto halves) -> PanelDecoder {
+                return a16_decode<V, decltype(kind)::value, kSecond, kBits, decltype(halves)::value>;
             });
         if constexpr (has_exact_panels<V>()) {
-            if (!kBytes && whole_unit(m.codebook) > 0.0f) return exact_decode<V, kSecond, kBytes, typename V::WholeBook>;
-            return exact_decode<V, kSecond, kBytes, typename V::Codebook>;
+            if (kBits == 4 && whole_unit(m.codebook) > 0.0f) return exact_decode<V, kSecond, kBits, typename V::WholeBook>;
+            return exact_decode<V, kSecond, kBits, typename V::Codebook>;
         }
         return nullptr;
     });
@@ -113,12 +124,12 @@ template <class V> PanelDecoder decoder(const q4_matrix& m, int32_t family) {
 template <class V, int Rows> PanelKernel panel_kernel(const q4_matrix& m, int32_t family) {
     if constexpr (has_exact_panels<V>())
         if (family == Q4_EXACT) return exact_panel<V, Rows>;
-    return with_form(m, [&](auto second, auto bytes) {
+    return with_form(m, [&](auto second, auto bits) {
         if (family == Q4_A16)
-            return with_pairs<V, decltype(second)::value, decltype(bytes)::value>(m, [](auto kind, auto halves) -> PanelKernel {
+            return with_pairs<V, decltype(second)::value, decltype(bits)::value>(m, [](auto kind, auto halves) -> PanelKernel {
                 return a16_panel<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(halves)::value>;
             });
-        return with_levels<V, decltype(bytes)::value>(m, [](auto kind, auto halves) -> PanelKernel {
+        return with_levels<V, decltype(bits)::value>(m, [](auto kind, auto halves) -> PanelKernel {
             return a8_panel<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(halves)::value>;
         });
     });
@@ -145,14 +156,14 @@ template <class V> PanelKernel panel_for(const q4_matrix& m, int32_t family, int
 }
 
 template <class V> SpikeKernel spike_kernel(const q4_matrix& m) {
-    return with_form(m, [](auto second, auto bytes) -> SpikeKernel {
-        return spikes_direct<V, decltype(second)::value, decltype(bytes)::value>;
+    return with_form(m, [](auto second, auto bits) -> SpikeKernel {
+        return spikes_direct<V, decltype(second)::value, decltype(bits)::value>;
     });
 }
 
 template <class V> OutlierKernel outlier_kernel(const q4_matrix& m) {
-    return with_form(m, [](auto second, auto bytes) -> OutlierKernel {
-        return outliers_direct<V, decltype(second)::value, decltype(bytes)::value>;
+    return with_form(m, [](auto second, auto bits) -> OutlierKernel {
+        return outliers_direct<V, decltype(second)::value, decltype(bits)::value>;
     });
 }
 
@@ -164,7 +175,6 @@ template <class V> Kernels make_kernels() {
             {V::kExactPanelFrom, V::kA8PanelFrom, V::kA16PanelFrom},
             {V::kExactPanelRows, V::kA8PanelRows, V::kA16PanelRows},
             V::kIsWideSigned,
-            V::kShort >= 0,
             widen_chunk<V>,
             quantize_chunk<V>,
             quantize_word_chunk<V>,

@@ -33,7 +33,7 @@ void decode_row(const q4_layer& l, const Kernels& kernels, int64_t n, int64_t fr
         const int64_t chunk = first / kChunk;
         const int set = at.sets == 2 ? static_cast<int>(first / (kChunk / 2) % 2) : 0;
         const uint8_t* group = tile + at.group_offset(chunk / at.group_chunks);
-        const uint8_t* codes = group + at.head_bytes + chunk % at.group_chunks * at.chunk_bytes + 4 * r;
+        const uint8_t* codes = group + at.head_bytes + chunk % at.group_chunks * at.chunk_bytes;
         float scale = number(group + at.scale_offset(set, r), m.scale_type), second = 0.0f;
         const uint8_t* super = tile + at.super_offset(chunk / at.group_chunks) + 2 * r;
         if (at.supers) scale *= number(super, Q4_F16);
@@ -45,11 +45,14 @@ void decode_row(const q4_layer& l, const Kernels& kernels, int64_t n, int64_t fr
         if (m.second == Q4_OFFSET && at.supers) second *= number(super + 2 * kTileRows, Q4_F16);
         for (int64_t k = first; k < std::min(to, first + kChunk / 2); ++k) {
             const auto j = static_cast<int>(k % kChunk);
+            const int code = held_code(m.held_bits, codes, r, j);
             float value;
-            if (m.bits == 8)
-                value = static_cast<float>(static_cast<int8_t>(codes[j / 4 * 64 + j % 4])) + byte_base(m);
+            if (is_held_short(m))
+                value = static_cast<float>(code + m.first) - m.center;
+            else if (m.bits == 8)
+                value = static_cast<float>(static_cast<int8_t>(code)) + byte_base(m);
             else
-                value = m.codebook[codes[j / 8 * 64 + j % 4] >> (j % 8 < 4 ? 0 : 4) & 15];
+                value = m.codebook[code];
             if (m.second == Q4_ZERO) value -= second;
             value *= scale;
             if (m.second == Q4_OFFSET) value += second;

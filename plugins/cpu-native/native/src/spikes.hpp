@@ -14,11 +14,12 @@ namespace q4 {
 // the processor foretells them itself, and asking cost up to a quarter.
 constexpr int64_t kSpikesAhead = 64, kRare = 16;
 
-template <class V, int Second, bool Bytes> void spikes_direct(const Tile& t, const Spike* spikes, int64_t count, float* y) {
+template <class V, int Second, int Bits> void spikes_direct(const Tile& t, const Spike* spikes, int64_t count, float* y) {
     constexpr int kParts = kTileRows / V::kLanes;
     using F = typename V::Floats;
     const typename V::Codebook book(t.matrix.codebook);
     const F base = V::splat(byte_base(t.matrix));
+    const auto bytes = V::splat_bytes(short_base(t.matrix));
     F sum[kParts], partial[kParts];
     for (int part = 0; part < kParts; ++part) sum[part] = partial[part] = V::zero();
     const bool is_rare = count * kRare < t.at.chunks * kChunk;
@@ -33,13 +34,8 @@ template <class V, int Second, bool Bytes> void spikes_direct(const Tile& t, con
 #pragma GCC unroll 4
         for (int part = 0; part < kParts; ++part) {
             const F s = of.scale(spike->set, part), z = of.second(spike->set, part);
-            const auto line = V::shifted(V::line(t.data + spike->codes + part * V::kLanes * 4), spike->shift);
-            F value;
-            if constexpr (Bytes)
-                value = V::template signed_byte<0>(line);
-            else
-                value = book.template at<0>(book.line(line));
-            partial[part] = V::fma(keep, partial[part], with_second<V, Second, Bytes>(value, s, z, base));
+            const F value = column_values<V, Bits>(t.data + spike->codes, *spike, part, book, bytes);
+            partial[part] = V::fma(keep, partial[part], with_second<V, Second, Bits != 4>(value, s, z, base));
             sum[part] = V::fma(Second == Q4_OFFSET ? ends : V::mul(s, ends), partial[part], sum[part]);
         }
     }

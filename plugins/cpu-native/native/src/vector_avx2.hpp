@@ -65,6 +65,18 @@ struct Avx2 {
     }
     static Ints line(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static Ints shifted(Ints v, int bits) { return _mm256_srl_epi32(v, _mm_cvtsi32_si128(bits)); }
+    // Bits of each byte, moved down (or up where `shift` is below 0); the mask is that of where they come to lie.
+    static Ints field(Ints v, int shift, int mask) {
+        if (shift > 0) v = _mm256_srli_epi16(v, shift);
+        if (shift < 0) v = _mm256_slli_epi16(v, -shift);
+        return _mm256_and_si256(v, _mm256_set1_epi8(static_cast<int8_t>(mask)));
+    }
+    static Ints merged(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+    static Ints lifted(Ints v, int mask, int bits) {  // some of each lane's bits, moved up
+        return _mm256_sll_epi32(_mm256_and_si256(v, _mm256_set1_epi32(mask)), _mm_cvtsi32_si128(bits));
+    }
+    static Ints add_bytes(Ints a, Ints b) { return _mm256_add_epi8(a, b); }
+    static Ints splat_bytes(int v) { return _mm256_set1_epi8(static_cast<int8_t>(v)); }
     static __m128i eight_bytes(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
     static __m128i eight_halves(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 
@@ -85,6 +97,10 @@ struct Avx2 {
     }
     static Floats u8(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight_bytes(p))); }
     static Floats i8(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight_bytes(p))); }
+    static Floats nibble(const uint8_t* p, bool is_high) {
+        const __m256i wide = _mm256_cvtepu8_epi32(eight_bytes(p));
+        return _mm256_cvtepi32_ps(is_high ? _mm256_srli_epi32(wide, 4) : _mm256_and_si256(wide, _mm256_set1_epi32(15)));
+    }
     static Floats i32(const uint8_t* p) { return _mm256_cvtepi32_ps(line(p)); }
 
     // -- exact values of codes
@@ -154,9 +170,8 @@ struct Avx2 {
         explicit Levels(const uint8_t* level) {
             __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(level));
             if (Kind == kWide) bytes = _mm_xor_si128(bytes, _mm_set1_epi8(-128));  // a wide table's centre is 128
-            table = Kind == kShort ? _mm256_set1_epi8(static_cast<int8_t>(128 - level[0])) : _mm256_broadcastsi128_si256(bytes);
+            table = _mm256_broadcastsi128_si256(bytes);
         }
-        Ints bytes(Ints line) const { return _mm256_add_epi8(line, table); }  // short ones, less the first
         Ints low(Ints line) const { return _mm256_shuffle_epi8(table, _mm256_and_si256(line, _mm256_set1_epi8(15))); }
         Ints high(Ints line) const { return low(_mm256_srli_epi16(line, 4)); }
     };
@@ -243,6 +258,7 @@ struct Avx2 {
     static void byte_pairs(Ints line, Ints& even, Ints& odd) {  // of unsigned bytes: their centre is 128
         split(_mm256_xor_si256(line, _mm256_set1_epi8(-128)), even, odd);
     }
+    static void code_pairs(Ints codes, Ints& even, Ints& odd) { split(codes, even, odd); }
     using Sums = Ints;
     static Sums sums(int32_t value) { return _mm256_set1_epi32(value); }
     static Ints two_levels(const int8_t* x) {

@@ -61,6 +61,18 @@ struct Avx512 {
     }
     static Ints line(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static Ints shifted(Ints v, int bits) { return _mm512_srl_epi32(v, _mm_cvtsi32_si128(bits)); }
+    // Bits of each byte, moved down (or up where `shift` is below 0); the mask is that of where they come to lie.
+    static Ints field(Ints v, int shift, int mask) {
+        if (shift > 0) v = _mm512_srli_epi16(v, static_cast<unsigned>(shift));
+        if (shift < 0) v = _mm512_slli_epi16(v, static_cast<unsigned>(-shift));
+        return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<int8_t>(mask)));
+    }
+    static Ints merged(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+    static Ints lifted(Ints v, int mask, int bits) {  // some of each lane's bits, moved up
+        return _mm512_sll_epi32(_mm512_and_si512(v, _mm512_set1_epi32(mask)), _mm_cvtsi32_si128(bits));
+    }
+    static Ints add_bytes(Ints a, Ints b) { return _mm512_add_epi8(a, b); }
+    static Ints splat_bytes(int v) { return _mm512_set1_epi8(static_cast<int8_t>(v)); }
 
     // -- numbers of 16 blocks
     static Floats f32(const uint8_t* p) { return _mm512_loadu_ps(p); }
@@ -86,6 +98,10 @@ struct Avx512 {
     static Floats u8(const uint8_t* p) { return _mm512_cvtepi32_ps(u8_ints(p)); }
     static Floats i8(const uint8_t* p) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    }
+    static Floats nibble(const uint8_t* p, bool is_high) {
+        const __m512i wide = u8_ints(p);
+        return _mm512_cvtepi32_ps(is_high ? _mm512_srli_epi32(wide, 4) : _mm512_and_si512(wide, _mm512_set1_epi32(15)));
     }
     static Floats i32(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
 
@@ -154,8 +170,10 @@ struct Avx512 {
         }
     };
     static void byte_pairs(Ints line, Ints& even, Ints& odd) {  // of unsigned bytes: their centre is 128
-        const __m512i bytes = byte_levels(line);
-        even = _mm512_and_si512(bytes, _mm512_set1_epi32(0x00ff00ff)), odd = _mm512_srli_epi16(bytes, 8);
+        code_pairs(byte_levels(line), even, odd);
+    }
+    static void code_pairs(Ints codes, Ints& even, Ints& odd) {
+        even = _mm512_and_si512(codes, _mm512_set1_epi32(0x00ff00ff)), odd = _mm512_srli_epi16(codes, 8);
     }
     using Sums = Ints;
     static Sums sums(int32_t value) { return _mm512_set1_epi32(value); }

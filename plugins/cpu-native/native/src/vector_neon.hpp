@@ -59,6 +59,17 @@ struct NeonDotprod {
     static Ints shifted(Ints v, int bits) {
         return vreinterpretq_u8_u32(vshlq_u32(vreinterpretq_u32_u8(v), vdupq_n_s32(-bits)));
     }
+    // Bits of each byte, moved down (or up where `shift` is below 0); the mask is that of where they come to lie.
+    static Ints field(Ints v, int shift, int mask) {
+        return vandq_u8(vshlq_u8(v, vdupq_n_s8(static_cast<int8_t>(-shift))), vdupq_n_u8(static_cast<uint8_t>(mask)));
+    }
+    static Ints merged(Ints a, Ints b) { return vorrq_u8(a, b); }
+    static Ints lifted(Ints v, int mask, int bits) {  // some of each lane's bits, moved up
+        const uint32x4_t some = vandq_u32(vreinterpretq_u32_u8(v), vdupq_n_u32(static_cast<uint32_t>(mask)));
+        return vreinterpretq_u8_u32(vshlq_u32(some, vdupq_n_s32(bits)));
+    }
+    static Ints add_bytes(Ints a, Ints b) { return vaddq_u8(a, b); }
+    static Ints splat_bytes(int v) { return vdupq_n_u8(static_cast<uint8_t>(v)); }
 
     // -- numbers of 4 blocks
     static uint16x4_t four_bytes(const uint8_t* p) {
@@ -85,6 +96,10 @@ struct NeonDotprod {
         uint32_t four;
         __builtin_memcpy(&four, p, 4);
         return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
+    }
+    static Floats nibble(const uint8_t* p, bool is_high) {
+        const uint16x4_t wide = four_bytes(p);
+        return vcvtq_f32_u32(vmovl_u16(is_high ? vshr_n_u16(wide, 4) : vand_u16(wide, vdup_n_u16(15))));
     }
     static Floats i32(const uint8_t* p) { return vcvtq_f32_s32(vreinterpretq_s32_u8(vld1q_u8(p))); }
 
@@ -202,7 +217,10 @@ struct NeonDotprod {
         }
     };
     static void byte_pairs(Ints line, Ints& even, Ints& odd) {  // of unsigned bytes: their centre is 128
-        const Ints bytes = veorq_u8(by_pair(line), vdupq_n_u8(128)), none = vdupq_n_u8(0);
+        code_pairs(veorq_u8(line, vdupq_n_u8(128)), even, odd);
+    }
+    static void code_pairs(Ints codes, Ints& even, Ints& odd) {
+        const Ints bytes = by_pair(codes), none = vdupq_n_u8(0);
         even = vzip1q_u8(bytes, none), odd = vzip2q_u8(bytes, none);
     }
     using Sums = int32x4_t;

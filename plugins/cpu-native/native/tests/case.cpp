@@ -55,13 +55,21 @@ void set_levels(q4_matrix& m, int most_word) {
 }
 
 void choose_codes(Random& r, q4_matrix& m, bool is_whole, bool is_extreme) {
-    m.step = 1.0f;
+    m.step = 1.0f, m.held_bits = m.bits;
+    if (m.bits == 4 && m.second != Q4_ZERO && !is_extreme && r.chance(0.2)) {
+        m.held_bits = r.of<int32_t>({2, 3});
+        m.first = static_cast<int32_t>(r.between(0, 16 - (1 << m.held_bits)));
+        m.center = static_cast<float>(r.of<int64_t>({0, 8, r.between(0, 127)}));
+        for (int q = 0; q < 16; ++q) m.level[q] = static_cast<uint8_t>(q), m.codebook[q] = static_cast<float>(q) - m.center;
+        return;
+    }
     if (m.bits == 8) {
         for (float& value : m.codebook) value = static_cast<float>(r.between(-9, 9));  // must not matter
         for (uint8_t& level : m.level) level = static_cast<uint8_t>(r.next());
-        const bool is_short = r.chance(0.6);
-        m.level[0] = static_cast<uint8_t>(r.of<int64_t>({0, 96, 112, 192, 128, r.between(0, 192)}));
-        m.level[1] = static_cast<uint8_t>(is_short ? m.level[0] + r.of<int64_t>({1, 15, 31, 63, 63}) : 0);
+        if (m.second != Q4_ZERO && r.chance(0.6)) {
+            m.held_bits = r.of<int32_t>({5, 6});
+            m.first = static_cast<int32_t>(r.of<int64_t>({0, 96, 112, 192, 128, r.between(0, 192)}));
+        }
         m.is_unsigned = r.chance(0.5);
         m.center = static_cast<float>(m.second == Q4_NONE || r.chance(0.3) ? 128 : r.chance(0.7) ? 0 : r.between(0, 255));
         return;
@@ -115,6 +123,7 @@ void choose_matrix(Random& r, Case& c, const Sizes& sizes) {
     m.super_blocks = unit * r.of<int64_t>({1, 2, 4, 8, c.blocks / unit});
     while (c.blocks % m.super_blocks) m.super_blocks -= unit;
     m.scale_type = r.of<int32_t>({Q4_U8, Q4_I8}), m.second_type = r.of<int32_t>({Q4_U8, Q4_U8, Q4_I8});
+    if (m.second == Q4_OFFSET && r.chance(0.4)) m.scale_type = Q4_LOW_U4, m.second_type = Q4_HIGH_U4;
 }
 
 struct Axis {
@@ -164,6 +173,8 @@ void write_number(Random& r, int32_t type, bool is_second, bool is_zero, bool is
     case Q4_F16: encode(type, round_to(type, value), to); return;
     case Q4_E4M3: bits = is_whole ? r.between(5, 9) << 3 : r.between(0, 126) | (r.chance(0.1) ? 128 : 0); break;
     case Q4_E8M0: bits = is_whole ? r.between(125, 129) : !is_second && r.chance(0.02) ? r.of<int64_t>({0, 1, 246}) : r.between(112, 133); break;
+    case Q4_LOW_U4:
+    case Q4_HIGH_U4: bits = r.between(0, is_whole ? 12 : 15); break;
     case Q4_U8: bits = is_whole ? r.between(0, 12) : is_zero ? r.between(0, 15) : r.between(0, 255); break;
     case Q4_I8: bits = is_whole ? r.between(0, 12) : is_zero ? r.between(-8, 15) : r.between(-128, 127); break;
     default: bits = is_whole || is_zero ? r.between(0, 15) : r.between(-(1 << 20), 1 << 20);
@@ -214,9 +225,12 @@ void choose_source(Random& r, Memory& memory, Case& c) {
     const int64_t highest = std::max_element(m.level, m.level + 16) - m.level;
     const auto code = static_cast<uint64_t>((c.is_extreme ? highest : r.between(0, 15)) * 17);
     for (int64_t i = 0; i < span; ++i) codes[i] = static_cast<uint8_t>(is_one_code ? code : r.next());
-    if (m.bits == 8 && m.level[1])  // all levels, or one of the ends
-        for (int64_t i = 0, count = m.level[1] - m.level[0] + 1, one = r.chance(0.5) ? 0 : count - 1; i < span; ++i)
-            codes[i] = static_cast<uint8_t>(m.level[0] + (is_one_code ? one : codes[i] % count) - (m.is_unsigned ? 0 : 128));
+    if (m.held_bits != m.bits) {  // all levels, or one of the ends
+        const int count = 1 << m.held_bits, one = r.chance(0.5) ? 0 : count - 1;
+        const auto held = [&](int code) { return m.first + (is_one_code ? one : code % count); };
+        for (int64_t i = 0; i < span; ++i)
+            codes[i] = static_cast<uint8_t>(m.bits == 8 ? held(codes[i]) - (m.is_unsigned ? 0 : 128) : held(codes[i] & 15) | held(codes[i] >> 4) << 4);
+    }
     s.codes = codes + origin;
     s.scale = place_numbers(r, memory, c, false, s.scale_row, s.scale_block);
     if (m.super_blocks) s.super_scale = place_supers(r, memory, c, false, s.super_scale_step);
@@ -368,7 +382,7 @@ void choose_call(Random& r, Memory& memory, Case& c, const Sizes& sizes) {
 }
 
 const char* type_name(int32_t type) {
-    static const char* const names[] = {"f32", "bf16", "f16", "e4m3", "e8m0", "u8", "i8", "i32"};
+    static const char* const names[] = {"f32", "bf16", "f16", "e4m3", "e8m0", "u8", "i8", "i32", "low", "high"};
     return names[type];
 }
 
@@ -457,11 +471,11 @@ std::string Case::told() const {
     const char* const seconds[] = {"none", "offset", "zero"};
     const char* const orders[] = {"low_first", "high_first", "half_split", "bytes"};
     std::snprintf(text, sizeof text,
-                  "M=%ld N=%ld K=%ld block=%ld super=%ld bits=%d%s scale=%s second=%s:%s order=%s half=%d group_bytes=%ld "
+                  "M=%ld N=%ld K=%ld block=%ld super=%ld bits=%d of %d from %d%s scale=%s second=%s:%s order=%s half=%d group_bytes=%ld "
                   "codes(row %ld, group %ld, byte %ld) level0=%d center=%g step=%g family=%s x=%s:%ld y=%s:%ld threads=%d "
                   "global=%ld%s bias=%d order=%d factor=%d whole=%d",
                   static_cast<long>(call.x_rows), static_cast<long>(matrix.rows), static_cast<long>(matrix.columns),
-                  static_cast<long>(matrix.block), static_cast<long>(matrix.super_blocks), matrix.bits,
+                  static_cast<long>(matrix.block), static_cast<long>(matrix.super_blocks), matrix.held_bits, matrix.bits, matrix.first,
                   matrix.is_unsigned ? " unsigned" : "", type_name(matrix.scale_type), seconds[matrix.second],
                   type_name(matrix.second_type), orders[source.order], source.half, static_cast<long>(source.group_bytes),
                   static_cast<long>(source.code_row), static_cast<long>(source.code_group),

@@ -97,13 +97,29 @@ const char* const kFaults[] = {"code", "scale", "second", "global", "bias", "coa
 
 void flip(uint8_t* byte, int bit) { *byte = static_cast<uint8_t>(*byte ^ 1 << bit); }
 
+// Spoil a byte of codes; where few bits are held, one of these, for the others say nothing.
+void flip_code(Random& r, const Case& c, int64_t n, int64_t k) {
+    const q4_matrix& m = c.matrix;
+    uint8_t* byte = c.code_at(n, k);
+    if (m.held_bits == m.bits) {
+        flip(byte, static_cast<int>(r.between(0, 7)));
+        return;
+    }
+    const int first = m.first - (m.bits == 8 && !m.is_unsigned ? 128 : 0), bit = 1 << r.between(0, m.held_bits - 1);
+    const int code = static_cast<uint8_t>(c.code(n, k) - first) ^ bit, upper = *byte >> 4;
+    if (m.bits == 8)
+        *byte = static_cast<uint8_t>(first + code);
+    else
+        *byte = static_cast<uint8_t>(upper == c.code(n, k) ? *byte % 16 | (first + code) << 4 : first + code + 16 * upper);
+}
+
 // Spoil what the kernels read; returns whether the case has such a thing.
 bool spoil(Random& r, Case& c, Fault fault) {
     const q4_matrix& m = c.matrix;
     const int64_t n = r.between(0, m.rows - 1), k = r.between(0, m.columns - 1), block = r.between(0, c.blocks - 1);
     switch (fault) {
     case CODE:
-    case STORED: flip(c.code_at(n, k), static_cast<int>(r.between(0, 7))); break;
+    case STORED: flip_code(r, c, n, k); break;
     case SCALE: flip(c.number_at(false, n, block), static_cast<int>(r.between(0, 3))); break;
     case SECOND:
         if (m.second == Q4_NONE) return false;

@@ -19,7 +19,7 @@ class Load {
         for (uint8_t& byte : codes_) byte = static_cast<uint8_t>(r.next());
         for (float& number : scale_) number = static_cast<float>(r.uniform());
         for (float& number : x_) number = static_cast<float>(r.bell());
-        matrix_.rows = rows, matrix_.columns = columns, matrix_.block = 32, matrix_.bits = 4, matrix_.scale_type = Q4_F32;
+        matrix_.rows = rows, matrix_.columns = columns, matrix_.block = 32, matrix_.bits = matrix_.held_bits = 4, matrix_.scale_type = Q4_F32;
         for (int q = 0; q < 16; ++q) matrix_.codebook[q] = static_cast<float>(q - 8), matrix_.level[q] = static_cast<uint8_t>(q);
         matrix_.center = 8.0f, matrix_.step = 1.0f;
         tiles_.resize(static_cast<size_t>(q4_cpu_prepared_bytes(&matrix_)));

@@ -45,6 +45,8 @@ inline double decode(int32_t type, const void* from) {
     case Q4_F16: return decode_float(bits, kind_of(type), true);
     case Q4_E4M3: return decode_float(bits, kEight, false);
     case Q4_E8M0: return std::ldexp(1.0, static_cast<int>(bits) - 127);
+    case Q4_LOW_U4:  // in a source, bytes below 16
+    case Q4_HIGH_U4:
     case Q4_U8: return bits;
     case Q4_I8: return static_cast<int8_t>(bits);
     default: return static_cast<int32_t>(bits);

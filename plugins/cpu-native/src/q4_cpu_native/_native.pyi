@@ -13,6 +13,8 @@ class Matrix:
         block: int,
         super_blocks: int,
         bits: int,
+        held_bits: int,
+        first: int,
         scale_type: int,
         second: int,
         second_type: int,

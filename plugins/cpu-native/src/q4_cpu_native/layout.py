@@ -30,15 +30,19 @@ _TYPES = {
     torch.int32: 7,
 }
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
-_LAYOUT = 1
+_LAYOUT = 2
 """Number of the tiles' layout, for what another process stored: higher after any change of the prepared bytes."""
 SMALL_BLOCK, CHUNK = 16, 32
 """Blocks are of 16 in-features, of whole chunks, or of a whole row."""
 _NONE, _OFFSET, _ZERO = 0, 1, 2
 _ORDERS = {NibbleOrder.LOW_FIRST: 0, NibbleOrder.HIGH_FIRST: 1, NibbleOrder.HALF_SPLIT: 2, NibbleOrder.BYTES: 3}
 _INPUTS = frozenset({"input_permutation", "input_channel_scale"})
-_BYTE_MIDDLE, _SHORT = 128, 64
-"""The level of an 8-bit zero in two's complement; the number of levels of 6 bits."""
+_BYTE_MIDDLE = 128
+"""The level of an 8-bit zero in two's complement."""
+_FEWER_BITS = {4: (2, 3), 8: (5, 6)}
+"""Bits of a code → fewer ones, in which tiles may hold it."""
+_LOW_HALF, _HIGH_HALF, _MOST_HALF = 8, 9, 15
+"""The types of scale and offset that share a byte, and the largest of either."""
 
 
 @attrs.frozen
@@ -77,8 +81,10 @@ class TileMeta:
     spec: WeightSpec
     scale_dtype: torch.dtype
     second_dtype: torch.dtype | None
-    is_short: bool = False
-    """Whether 8-bit codes are those of 6 bits or fewer, for which there are faster kernels."""
+    held_bits: int
+    """Of a code in the tiles: its format's, or fewer where all codes lie around zero, or from it on."""
+    has_halves: bool = False
+    """Whether scale and offset of a block share a byte."""
 
     @classmethod
     def of(cls, weight: PackedWeight) -> TileMeta:
@@ -89,7 +95,8 @@ class TileMeta:
             scale_dtype = torch.float32
         elif weight.scale_kind is ScaleKind.SUPER_BLOCK and not _has_whole_groups(weight):
             scale_dtype, second_dtype = torch.float32, None if second is None else torch.float32
-        return cls(WeightSpec.of(weight), scale_dtype, second_dtype, _are_short(weight))
+        spec, has_halves = WeightSpec.of(weight), _are_halves(weight, scale_dtype)
+        return cls(spec, scale_dtype, second_dtype, _held_bits(weight), has_halves)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as what JSON holds."""
@@ -99,7 +106,8 @@ class TileMeta:
             "spec": json.loads(self.spec.to_json()),
             "scale_dtype": names[self.scale_dtype],
             "second_dtype": None if self.second_dtype is None else names[self.second_dtype],
-            "is_short": self.is_short,
+            "held_bits": self.held_bits,
+            "has_halves": self.has_halves,
         }
 
     @classmethod
@@ -117,10 +125,11 @@ class TileMeta:
             ScaleKind.DOUBLE_QUANT: ("float32",),
             ScaleKind.SUPER_BLOCK: ("float32", "uint8", "int8") if _are_whole_groups(spec) else ("float32",),
         }.get(spec.scale_kind, dtypes)
-        facts = {"is_short": False} | facts  # what earlier versions stored
+        is_halved = _are_super_offsets(spec) and facts.get("scale_dtype") == facts.get("second_dtype") == "uint8"
         rules = (
-            ("is_short", (False, True)),
             ("layout", (_LAYOUT,)),
+            ("held_bits", _bits_of(spec)),
+            ("has_halves", (False, True) if is_halved else (False,)),
             ("scale_dtype", scales),
             ("second_dtype", dtypes if has_second else (None,)),
         )
@@ -129,7 +138,8 @@ class TileMeta:
                 rule = f"one of {', '.join(map(str, known))}"
                 hint = "Prepare the weight again with this version of q4-cpu-native."
                 raise ConfigError("cpu-native's prepared weight", name=name, rule=rule, value=value, hint=hint)
-        return cls(spec, _DTYPES[facts["scale_dtype"]], _DTYPES.get(facts["second_dtype"]), bool(facts["is_short"]))
+        scale_dtype, second_dtype = _DTYPES[facts["scale_dtype"]], _DTYPES.get(facts["second_dtype"])
+        return cls(spec, scale_dtype, second_dtype, int(facts["held_bits"]), bool(facts["has_halves"]))
 
     @property
     def is_resolved(self) -> bool:
@@ -182,10 +192,14 @@ class TileMeta:
     @property
     def values(self) -> tuple[float, ...]:
         """The value of each 4-bit code, before scale and second number."""
-        if self.spec.format.form is Form.INTEGER:
-            base = float(self.spec.format.middle) if self.second_field is None else 0.0
-            return tuple(code - base for code in range(16))
-        return self.spec.format.codebook
+        return _values_of(self.spec)
+
+
+def _values_of(spec: WeightSpec) -> tuple[float, ...]:
+    if spec.format.form is Form.INTEGER:
+        base = 0.0 if {"offset", "zero"} & set(spec.fields) else float(spec.format.middle)
+        return tuple(code - base for code in range(16))
+    return spec.format.codebook
 
 
 def _has_whole_groups(weight: PackedWeight) -> bool:
@@ -203,33 +217,73 @@ def _is_signed(spec: WeightSpec) -> bool:
     return spec.format.form is Form.CODEBOOK and spec.format.codebook[-1] < 0
 
 
-def _are_short(weight: PackedWeight) -> bool:
-    """Return whether 8-bit codes lie where those of 6 bits do."""
-    if weight.format.bits != 8:  # noqa: PLR2004  # or 4
-        return False
+def _bits_of(spec: WeightSpec) -> tuple[int, ...]:
+    """Return in how many bits tiles may hold a weight's codes."""
+    bits = spec.format.bits
+    is_even = bits == 8 or _middle_of(spec) is not None  # noqa: PLR2004  # or 4
+    return (*_FEWER_BITS[bits], bits) if is_even and "zero" not in spec.fields else (bits,)
+
+
+def _middle_of(spec: WeightSpec) -> int | None:
+    """Return the 4-bit code of zero, the first or the middle one, where each next one stands for 1 more, or None."""
+    values = _values_of(spec)
+    return next((zero for zero in (0, 8) if values == tuple(code - zero for code in range(16))), None)
+
+
+def _first_level(spec: WeightSpec, bits: int) -> int:
+    """Return the least level of codes of fewer bits: those with a sign lie around zero's, all others start with it."""
+    if bits == spec.format.bits:
+        return 0
+    middle = _byte_middle_of(spec) if spec.format.bits == 8 else _middle_of(spec)  # noqa: PLR2004  # or 4
+    return middle - (1 << bits - 1) if middle else 0
+
+
+def _held_bits(weight: PackedWeight) -> int:
+    """Return the fewest bits that tiles hold all codes in."""
     spec = WeightSpec.of(weight)
-    codes = weight.qdata.view(torch.int8) if _is_signed(spec) else weight.qdata
-    least, most = _short_levels(spec)
-    shift = _BYTE_MIDDLE if _is_signed(spec) else 0
-    for part in (codes[:CHUNK], codes):  # most that are not say so at once
-        low, high = part.aminmax()
-        if int(low) + shift < least or int(high) + shift > most:
-            return False
-    return True
+    held = whole = spec.format.bits
+    if len(_bits_of(spec)) == 1:
+        return whole
+    for rows in (CHUNK, None):  # most that need all bits say so at once
+        least, most = _range_of(weight.qdata[:rows], spec)
+        firsts = {bits: _first_level(spec, bits) for bits in _bits_of(spec)}
+        held = next(bits for bits, first in firsts.items() if first <= least and most < first + (1 << bits))
+        if held == whole:
+            break
+    return held
 
 
-def _short_levels(spec: WeightSpec) -> tuple[int, int]:
-    """Return the least and the largest level of codes of 6 bits: those with a sign lie around the middle."""
-    start = _BYTE_MIDDLE - _SHORT // 2 if _is_signed(spec) else 0
-    return start, start + _SHORT - 1
+def _range_of(qdata: torch.Tensor, spec: WeightSpec) -> tuple[int, int]:
+    """Return the least and the largest level of some codes; padding among 4-bit ones counts."""
+    if spec.format.bits == 8:  # noqa: PLR2004  # or 4
+        low, high = qdata.view(torch.int8).aminmax() if _is_signed(spec) else qdata.aminmax()
+        shift = _BYTE_MIDDLE if _is_signed(spec) else 0
+        return int(low) + shift, int(high) + shift
+    parts = [part.aminmax() for part in (qdata & 15, qdata >> 4)]
+    return min(int(low) for low, _ in parts), max(int(high) for _, high in parts)
 
 
-def _bytes_table(meta: TileMeta) -> Table:
-    """Return the level of zero of 8-bit codes, and the range of their levels where that is short."""
-    spec = meta.spec
-    middle = spec.format.middle if spec.format.form is Form.INTEGER and meta.second_field is None else 0.0
-    levels = _short_levels(spec) if meta.is_short else (0, 0)
-    return Table((*levels, *(0,) * 14), float(_BYTE_MIDDLE if _is_signed(spec) else middle), 1.0, None)
+def _are_super_offsets(spec: WeightSpec) -> bool:
+    """Return whether blocks have scales and offsets, both in super-blocks."""
+    return spec.scale_kind is ScaleKind.SUPER_BLOCK and "offset" in spec.fields
+
+
+def _are_halves(weight: PackedWeight, scale_dtype: torch.dtype) -> bool:
+    """Return whether scale and offset of each block fit one byte."""
+    if not _are_super_offsets(WeightSpec.of(weight)) or scale_dtype is not torch.uint8:
+        return False
+    numbers = (weight.scale, weight.offset)
+    return all(item is not None and item.dtype is torch.uint8 and int(item.max()) <= _MOST_HALF for item in numbers)
+
+
+def _byte_middle_of(spec: WeightSpec) -> int:
+    """Return the level of zero of 8-bit codes, or of the first one where a second number says what it stands for."""
+    is_plain = spec.format.form is Form.INTEGER and not {"offset", "zero"} & set(spec.fields)
+    return _BYTE_MIDDLE if is_plain or _is_signed(spec) else 0
+
+
+def _bytes_table(spec: WeightSpec) -> Table:
+    return Table((0,) * 16, float(_byte_middle_of(spec)), 1.0, None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -240,7 +294,7 @@ def matrix_of(meta: TileMeta) -> Matrix:
     spec = meta.spec
     is_nibble = spec.format.bits == 4  # noqa: PLR2004  # or 8
     values = meta.values if is_nibble else tuple([0.0] * 16)
-    table, words = (table_of(values), words_of(values)) if is_nibble else (_bytes_table(meta), None)
+    table, words = (table_of(values), words_of(values)) if is_nibble else (_bytes_table(spec), None)
     kind = spec.scale_kind
     if kind is ScaleKind.E8M0:
         scale_type = 4
@@ -250,12 +304,16 @@ def matrix_of(meta: TileMeta) -> Matrix:
         scale_type = 3
     second = {"offset": _OFFSET, "zero": _ZERO, None: _NONE}[meta.second_field]
     second_type = 0 if meta.second_dtype is None else _TYPES[meta.second_dtype]
+    if meta.has_halves:
+        scale_type, second_type = _LOW_HALF, _HIGH_HALF
     return _native.Matrix(
         spec.out_features,
         spec.in_features,
         meta.block,
         meta.super_blocks,
         spec.format.bits,
+        meta.held_bits,
+        _first_level(spec, meta.held_bits),
         scale_type,
         second,
         second_type,
