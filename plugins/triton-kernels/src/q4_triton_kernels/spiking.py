@@ -356,7 +356,7 @@ class SpikingRunner:
             room = bits.shape[1] * _WORD
             fired = torch.empty(rows, room, dtype=torch.int32, device=self._device)
             count = torch.empty(rows, dtype=torch.int32, device=self._device)
-            numbers = [bits.shape[1], room, bits.stride(0), len(bits) // rows, rows, lag]
+            numbers = [len(table.cut), bits.shape[1], room, bits.stride(0), len(bits) // rows, rows, lag]
             program = self._kernels.list_program(bits.shape[1])
             self._add_launch(program, (rows, 1), [bits, clock, fired, count], numbers)
             self._lists[key] = fired, count

@@ -143,9 +143,12 @@ def unpack(
 
 @triton.jit
 def list_fired(
-    bits_ptr, clock_ptr, list_ptr, number_ptr, words, list_stride, bits_stride, slots, R, lag, WORDS: tl.constexpr
+    bits_ptr, clock_ptr, list_ptr, number_ptr, C, words, list_stride, bits_stride, slots, R, lag, WORDS: tl.constexpr
 ):  # fmt: skip
-    """List the columns whose bits were set ``lag`` rounds ago, by number, for each row: [R, list_stride]."""
+    """List the columns whose bits were set ``lag`` rounds ago, by number, for each row: [R, list_stride].
+
+    Bits behind the last column count for nothing, whatever they are: they would lead out of all tables.
+    """
     now = tl.load(clock_ptr) - lag
     row = tl.program_id(0)
     base = bits_ptr + ((now + slots) % slots * R + row) * bits_stride
@@ -153,6 +156,9 @@ def list_fired(
     for first in range(0, words, WORDS):
         word = first + tl.arange(0, WORDS)
         bits = tl.load(base + word, mask=word < words, other=0)
+        left = C - word * 64
+        ends = (tl.full([WORDS], 1, tl.int64) << tl.minimum(tl.maximum(left, 0), 63).to(tl.int64)) - 1
+        bits = tl.where(left >= 64, bits, bits & ends)
         ones = _ones(bits).to(tl.int32)
         start = total + tl.cumsum(ones, 0) - ones
         most = tl.max(ones, 0)
