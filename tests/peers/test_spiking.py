@@ -482,6 +482,63 @@ def test_maps_that_nir_has_not(nir: Any) -> None:
         assert (caught.value.where, caught.value.name) == ("a->b", "layer")
 
 
+def test_time_courses_come_back(nir: Any, tmp_path: Path) -> None:
+    """Exponential synapses are LI nodes between weights and neurons, and are read as what they were, bit for bit."""
+    torch.manual_seed(0)
+    a, b, c = Population("a", 10), Population("b", 64, LIF(2e-3, reset="value")), Population("c", 5, LI(1e-3))
+    each = torch.linspace(2e-4, 9e-4, 64)
+    parts: list[Any] = [
+        ExpSynapses(Projection(a, b, bias=True), 3e-4),
+        ExpSynapses(Projection(b, b, format="nf4", delay=3, name="back"), each),
+        Projection(b, c),
+    ]
+    network = Network([a, b, c], parts)
+    with torch.no_grad():
+        for parameter in network.projections.parameters():
+            parameter.mul_(3)
+    write_nir(tmp_path / "network.nir", network)
+    graph = nir.read(tmp_path / "network.nir")
+    again, names = read_nir(tmp_path / "network.nir"), ("b", "b.mem", "c")
+    assert isinstance(graph.nodes["back_synapses"], nir.LI)
+    assert ("back_delay", "back_synapses") in graph.edges
+    assert sorted(again.graph.projections) == ["a->b", "b->c", "back"]
+    with torch.no_grad():
+        x = events(10)
+        expected, found = network(x, record=names)[0], again(x, record=names)[0]
+        assert expected["b"].sum() > 50
+        for name in names:
+            assert torch.equal(found[name], expected[name]), name
+        for node in graph.nodes.values():
+            node.metadata.pop("tau_syn", None)  # as another program would write it
+        found, _ = from_nir(graph)(x, record=names)
+    torch.testing.assert_close(found["b.mem"], expected["b.mem"], rtol=1e-3, atol=1e-3)
+
+
+def test_time_courses_of_other_programs(nir: Any) -> None:
+    """An LI between weights and neurons decays by Euler's step; one that rests elsewhere, or too short, is refused."""
+    ones = np.ones(3)
+    lif = nir.LIF(tau=ones * 1e-3, r=ones * 10, v_leak=0 * ones, v_threshold=ones * 1e9)
+    for change, name in (({}, None), ({"v_leak": ones}, "v_leak"), ({"r": ones}, "r"), ({"tau": ones * 1e-4}, "tau")):
+        facts = {"tau": ones * 5e-4, "r": ones * 5, "v_leak": 0 * ones} | change
+        if name == "tau":
+            facts["r"] = ones
+        nodes = {"in": nir.Input(np.array([3])), "w": nir.Linear(np.eye(3)), "li": nir.LI(**facts), "lif": lif}
+        nodes["out"] = nir.Output(np.array([3]))
+        graph = nir.NIRGraph(nodes, [*itertools.pairwise(nodes)])
+        if name is not None:
+            with pytest.raises(NirError) as caught:
+                from_nir(graph, dt=1e-4)
+            assert (caught.value.where, caught.value.name) == ("li", name)
+            continue
+        x = torch.zeros(6, 1, 3)
+        x[0] = 1
+        with torch.no_grad():
+            found, _ = from_nir(graph, dt=1e-4)(x, record=("lif.mem",))
+        current = 0.8 ** torch.arange(6.0)
+        mem = torch.stack([sum(0.9 ** (t - s) * current[s] for s in range(t + 1)) for t in range(6)])  # type: ignore[misc]  # numbers
+        torch.testing.assert_close(found["lif.mem"][:, 0, 0], mem)
+
+
 def test_recurrent_of_snntorch(snn: Any) -> None:
     """A recurrent network of snnTorch's, which is a graph in the graph, becomes a projection with a delay of one."""
     torch.manual_seed(0)
@@ -556,10 +613,11 @@ def test_refused_graphs(nir: Any) -> None:
             to_nir(network)
         assert (caught.value.where, caught.value.value) == ("b", type(neuron).__name__)
     b = Population("b", 3, LIF(1e-3))
-    for kind in (ExpSynapses, AlphaSynapses):
-        with pytest.raises(NirError, match="a Projection or LayerProjection, as NIR has dense") as caught:
-            to_nir(Network([a, b], [kind(Projection(a, b), 1e-3)]))
-        assert (caught.value.where, caught.value.value) == ("a->b", kind.__name__)
+    for wrapped in (ExpSynapses(Projection(a, b), 1e-3, reversal=0.0), AlphaSynapses(Projection(a, b), 1e-3)):
+        network = Network([a, b], [wrapped])
+        with pytest.raises(NirError, match="ExpSynapses of currents around one") as caught:
+            to_nir(network)
+        assert (caught.value.where, caught.value.value) == ("a->b", type(wrapped).__name__)
     b, one = Population("b", 3, LIF(1e-3)), torch.ones(1, dtype=torch.int64)
     sparse = SparseProjection(one, one, torch.ones(1), one, sources=b, targets=b)
     with pytest.raises(NirError, match="a Projection or LayerProjection, as NIR has dense") as caught:

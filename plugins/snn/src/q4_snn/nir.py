@@ -15,10 +15,22 @@ import numpy as np
 import torch
 from torch import nn
 
+from q4_snn.kinetics import ExpSynapses
 from q4_snn.maps import LayerProjection
 from q4_snn.network import Network
 from q4_snn.neurons import IF, LI, LIF, CubaLIF
-from q4_snn.nir_graph import MATRICES, NODES, NirError, NirWarning, clean, closing, flattened, numbers, paths_from
+from q4_snn.nir_graph import (
+    MATRICES,
+    NODES,
+    NirError,
+    NirWarning,
+    clean,
+    closing,
+    filters_of,
+    flattened,
+    numbers,
+    paths_from,
+)
 from q4_snn.nir_layers import layer_of, nodes_of, shape_after
 from q4_snn.population import Population
 from q4_snn.projection import Projection
@@ -31,6 +43,7 @@ if TYPE_CHECKING:
 
     from q4_snn.neuron import Neuron, Reset
     from q4_snn.nir_graph import Path
+    from q4_snn.projection import Synapses
 
 __all__ = ["NirError", "NirWarning", "from_nir", "read_nir", "to_nir", "write_nir"]
 
@@ -99,11 +112,12 @@ def to_nir(network: Network) -> Any:
     shapes = _shapes(network)
     nodes = {item.name: _node_of(nir, item, shapes[item.name]) for item in populations}
     edges: list[tuple[str, str]] = []
-    for name, item in network.projections.items():
+    for name, whole in network.projections.items():
+        item = _filtered(whole)
         if not isinstance(item, (Projection, LayerProjection)):
-            rule = "a Projection or LayerProjection, as NIR has dense weights alone"
-            raise NirError("to_nir", name="projection", rule=rule, value=type(item).__name__, where=name)
-        if taken := {name, f"{name}_delay"} & {*nodes}:
+            rule = "a Projection or LayerProjection, as NIR has dense weights alone; ExpSynapses of currents around one"
+            raise NirError("to_nir", name="projection", rule=rule, value=type(whole).__name__, where=name)
+        if taken := {name, f"{name}_delay", f"{name}_synapses"} & {*nodes}:
             raise NirError("to_nir", name="name", rule="that of one node", value=min(taken), where=name)
         found = _chain_of(nir, item, shapes[item.source], shapes[item.target])
         names = [name if len(found) == 1 else f"{name}_{index}" for index in range(len(found))]
@@ -114,6 +128,9 @@ def to_nir(network: Network) -> Any:
         if further := item.delay - network.graph.closes_cycle(item):
             nodes[f"{name}_delay"] = nir.Delay(np.full(shapes[item.target], further * dt))
             way.append(f"{name}_delay")
+        if whole is not item:
+            nodes[f"{name}_synapses"] = _filter_of(nir, cast("ExpSynapses", whole), shapes[item.target])
+            way.append(f"{name}_synapses")
         edges += [*itertools.pairwise([*way, item.target])]
     for name in network.outputs:
         nodes[f"{name}_output"] = nir.Output(nodes[name].output_type["output"])
@@ -123,6 +140,18 @@ def to_nir(network: Network) -> Any:
     if lost:
         warnings.warn(f"other programs read this graph without {'; '.join(lost)}", NirWarning, stacklevel=2)
     return nir.NIRGraph(nodes, edges, metadata={"dt": dt}, type_check=not wrong)
+
+
+def _filtered(item: nn.Module) -> nn.Module:
+    """Return the projection in ``ExpSynapses`` of currents; all others as they are."""
+    return cast("nn.Module", item.inner) if type(item) is ExpSynapses and item.reversal is None else item
+
+
+def _filter_of(nir: Any, item: ExpSynapses, shape: tuple[int, ...]) -> Any:
+    """Return a time course as an LI, whose Euler step has the same decay, and to which a spike adds its weight."""
+    tau_syn = torch.as_tensor(item.tau_syn).detach().cpu().double().expand(item.target_size).numpy()
+    tau = (item.dt / -np.expm1(-item.dt / tau_syn)).reshape(shape)
+    return nir.LI(tau, tau / item.dt, 0 * tau, metadata={"tau_syn": tau_syn})
 
 
 def _lost(populations: Sequence[Population]) -> list[str]:
@@ -155,7 +184,7 @@ def _shapes(network: Network) -> dict[str, tuple[int, ...]]:
         name: (cast("Population", item).size,) for name, item in network.populations.items()
     }
     for role, name_of in (("target", "target_shape"), ("source", "shape")):
-        for name, item in network.projections.items():
+        for name, item in ((name, _filtered(whole)) for name, whole in network.projections.items()):
             if not isinstance(item, LayerProjection) or len(shape := getattr(item, name_of)) == 1:
                 continue
             end = getattr(item, role)
@@ -245,9 +274,10 @@ def from_nir(
         if type(node).__name__ not in NODES:
             rule = f"one of {', '.join(NODES)}"
             raise NirError("from_nir", name="node", rule=rule, value=type(node).__name__, where=name)
-    inputs = {clean(name) for name in graph.inputs}
-    ends = [name for name in nodes if name in inputs or type(nodes[name]).__name__ in _NEURONS]
-    paths = [path for name in ends for path in paths_from(name, nodes, edges, options["dt"])]
+    inputs, filters = {clean(name) for name in graph.inputs}, filters_of(nodes, edges)
+    kinds = {name: type(node).__name__ for name, node in nodes.items() if name not in filters}
+    ends = [name for name, kind in kinds.items() if name in inputs or kind in _NEURONS]
+    paths = [path for name in ends for path in paths_from(name, nodes, edges, options["dt"], filters)]
     layers = _layers_of(paths, nodes)
     shapes = _read_shapes(ends, nodes, paths, layers)
     populations = {
@@ -268,6 +298,7 @@ def from_nir(
         if layer is not None:
             shape = shapes[path.source]
             projections.append(LayerProjection(source, target, layer, shape=shape, delay=delay, name=name))
+            _filter(projections, path.filter, nodes, options["dt"])
             continue
         node = nodes[path.matrix(nodes) or ""]
         has_bias = hasattr(node, "bias") and _has_bias(index, paths)
@@ -278,7 +309,32 @@ def from_nir(
             state["bias"] = torch.from_numpy(numbers(node.bias, np.float32))
         made.synapses.load_state_dict(state)
         projections.append(made)
+        _filter(projections, path.filter, nodes, options["dt"])
     return Network([*populations.values()], projections)
+
+
+def _filter(projections: list[nn.Module], name: str | None, nodes: dict[str, Any], dt: float) -> None:
+    """Put the time course of an LI around the last projection.
+
+    Raises:
+        NirError: It rests elsewhere than at 0, a spike adds other than its weight, or it decays within a step.
+    """
+    if name is None:
+        return
+    node, last = nodes[name], cast("Synapses", projections[-1])
+    tau, gain, rest = (numbers(value).reshape(-1) for value in (node.tau, node.r, node.v_leak))
+    facts = {"v_leak": (rest, rest == 0), "r": (gain, np.abs(gain * dt / tau - 1) <= _ROUNDING), "tau": (tau, tau > dt)}
+    for fact, (value, holds) in facts.items():
+        if not holds.all():
+            rule = f"of synapses, so v_leak is 0, r is tau / dt and tau is above dt, {dt:g} s"
+            raise NirError("from_nir", name=fact, rule=rule, value=value[~holds][0], where=name)
+    tau_syn = numbers(node.metadata.get("tau_syn", -dt / np.log1p(-dt / tau))).reshape(-1)
+    is_one = bool((tau_syn == tau_syn[0]).all())
+    given = float(tau_syn[0]) if is_one else torch.from_numpy(tau_syn)
+    try:
+        projections[-1] = ExpSynapses(last, given, dt=dt)
+    except ConfigError as error:
+        raise NirError("from_nir", name=error.name, rule=error.rule, value=error.value, where=name) from error
 
 
 def _has_bias(index: int, paths: Sequence[Path]) -> bool:

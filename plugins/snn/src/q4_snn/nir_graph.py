@@ -18,6 +18,7 @@ __all__ = [
     "Path",
     "clean",
     "closing",
+    "filters_of",
     "flattened",
     "numbers",
     "paths_from",
@@ -40,12 +41,13 @@ class NirWarning(Q4Warning):
 
 @attrs.frozen
 class Path:
-    """A path from one population to another: nodes without a state, and delays in steps."""
+    """A path from one population to another: nodes without a state, delays in steps, and an LI that filters."""
 
     source: str
     target: str
     layers: tuple[str, ...]
     delay: int
+    filter: str | None = None
 
     def matrix(self, nodes: dict[str, Any]) -> str | None:
         """Return the matrix that is all that is on the way, but for what flattens; None for any other way."""
@@ -87,35 +89,51 @@ def flattened(graph: Any, prefix: str) -> tuple[dict[str, Any], list[tuple[str, 
     return nodes, edges
 
 
-def paths_from(source: str, nodes: dict[str, Any], edges: list[tuple[str, str]], dt: float) -> list[Path]:
+def filters_of(nodes: dict[str, Any], edges: list[tuple[str, str]]) -> set[str]:
+    """Return the LI nodes that give their currents to neurons without weights: these are synapses, not populations."""
+    kinds = {name: type(node).__name__ for name, node in nodes.items()}
+    after = {name: {kinds[target] for start, target in edges if start == name} for name in nodes}
+    return {name for name, kind in kinds.items() if kind == "LI" and after[name] and after[name] <= {*NEURONS} - {"LI"}}
+
+
+def paths_from(
+    source: str, nodes: dict[str, Any], edges: list[tuple[str, str]], dt: float, filters: set[str]
+) -> list[Path]:
     """Return what leads from a population to others."""
     found = []
-    left: list[tuple[str, tuple[str, ...], int, tuple[str, ...]]] = [
-        (target, (), 0, ()) for start, target in edges if start == source
+    left: list[tuple[str, tuple[str, ...], int, tuple[str, ...], str | None]] = [
+        (target, (), 0, (), None) for start, target in edges if start == source
     ]
     while left:
-        name, layers, delay, way = left.pop(0)
+        name, layers, delay, way, filtered = left.pop(0)
         if name in way:
             raise NirError("from_nir", name="edge", rule="free of cycles without neurons", value=way, where=name)
         kind = type(nodes[name]).__name__
-        if kind in NEURONS:
+        if name in filters and filtered is None:
+            filtered = name
+        elif kind in NEURONS:
             if all(type(nodes[layer]).__name__ == "Flatten" for layer in layers):
                 rule = "by way of a node of weights, or of pooling or scale"
                 raise NirError("from_nir", name="edge", rule=rule, where=name, value=source)
-            found.append(Path(source, name, layers, delay))
+            found.append(Path(source, name, layers, delay, filtered))
             continue
         if kind in MATRICES:
-            if nodes[name].weight.ndim != 2:  # noqa: PLR2004  # a matrix
-                raise NirError("from_nir", name="weight", rule="a matrix", value=nodes[name].weight.shape, where=name)
-            rows, bias = len(nodes[name].weight), getattr(nodes[name], "bias", None)
-            if bias is not None and np.shape(bias) != (rows,):
-                raise NirError("from_nir", name="bias", rule=f"of shape [{rows}]", value=np.shape(bias), where=name)
+            _check_matrix(name, nodes[name])
         if kind in _LAYERS or kind == "Flatten":
             layers = (*layers, name)
         elif kind == "Delay":
             delay += _steps(name, nodes[name].delay, dt)
-        left += [(target, layers, delay, (*way, name)) for start, target in edges if start == name]
+        left += [(target, layers, delay, (*way, name), filtered) for start, target in edges if start == name]
     return found
+
+
+def _check_matrix(name: str, node: Any) -> None:
+    """Refuse a node whose weight is no matrix, or whose bias is of another size."""
+    if node.weight.ndim != 2:  # noqa: PLR2004  # a matrix
+        raise NirError("from_nir", name="weight", rule="a matrix", value=node.weight.shape, where=name)
+    rows, bias = len(node.weight), getattr(node, "bias", None)
+    if bias is not None and np.shape(bias) != (rows,):
+        raise NirError("from_nir", name="bias", rule=f"of shape [{rows}]", value=np.shape(bias), where=name)
 
 
 def _steps(name: str, delay: Any, dt: float) -> int:
