@@ -188,6 +188,31 @@ def test_conductances_of_nest() -> None:
     assert whole / tenth == pytest.approx(10, rel=0.1)
 
 
+@pytest.mark.parametrize(("kind", "name"), [(ExpSynapses, "nest_exp"), (AlphaSynapses, "nest_alpha")])
+def test_neurons_by_the_table_of_names(kind: Any, name: str) -> None:
+    """Cells of PyNN as the docs map them fire when NEST's neurons do, to two of Euler's steps."""
+    theirs = case(name)
+    facts, steps = theirs["params"], len(theirs["ex"])
+    neuron = LIF(
+        facts["tau_m"] * 1e-3, facts["tau_m"] / facts["C_m"], facts["E_L"], facts["V_th"], facts["V_reset"], dt=DT,
+        reset="value", threshold_inclusive=True, t_refractory=facts["t_ref"] * 1e-3,
+    )  # fmt: skip
+    cell, sources, parts = Population("cell", 1, neuron), [], []
+    for which, weight, end in zip(("exciting", "inhibiting"), theirs["weights"], ("ex", "in"), strict=True):
+        sources.append(Population(which, 1, spikes=True))
+        inner = Projection(sources[-1], cell, delay=1)
+        torch.nn.init.constant_(next(inner.parameters()), weight)
+        parts.append(kind(inner, facts[f"tau_syn_{end}"] * 1e-3, dt=DT))
+    x = {which: torch.zeros(steps, 1, 1, dtype=torch.float64) for which in ("exciting", "inhibiting")}
+    for which, value in x.items():
+        value[steps_of(which)] = 1
+    with torch.no_grad():
+        found, _ = Network([*sources, cell], parts).double()(x)
+    fired = found["cell"].flatten().nonzero().flatten().tolist()
+    assert len(fired) == len(theirs["fired"]) >= 1
+    assert max(abs(a - b) for a, b in zip(fired, theirs["fired"], strict=True)) <= 2
+
+
 @pytest.mark.parametrize("kind", [ExpSynapses, AlphaSynapses])
 @pytest.mark.parametrize("reversal", [None, -0.5])
 @pytest.mark.parametrize("size", [None, 3])
