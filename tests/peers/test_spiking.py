@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,6 @@ from q4core import Session, SessionConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
     from types import ModuleType
 
 pytestmark = [
@@ -273,7 +273,7 @@ def test_from_snntorch(snn: Any, kind: str, mechanism: str, tmp_path: Path) -> N
     theirs = torch.nn.Sequential(torch.nn.Linear(12, 20), neurons(20), torch.nn.Linear(20, 5, bias=False), neurons(5))
     graph = snn.export_nir.export_to_nir(theirs, torch.zeros(1, 12), ignore_dims=[0])
     x = events(12) * 3
-    ours = from_nir(graph, dt=1e-4, reset="subtract" if delayed else None, reset_delay=delayed)
+    ours = from_nir(graph, program="snntorch", reset=None if delayed else "value", reset_delay=delayed)
     with torch.no_grad():
         expected = run_theirs(theirs, x)
         (found,) = ours(x)[0].values()
@@ -649,3 +649,31 @@ def test_graphs_that_are_broken(nir: Any, tmp_path: Path) -> None:
     a, b = Population("a", 3), Population("b", 3, LIF(1e-3))
     with pytest.raises(NirError, match="name must be that of one node"):
         to_nir(Network([a, b], [Projection(a, b, name="b")]))
+
+
+EXCHANGED = sorted((Path(__file__).parents[2] / "plugins" / "snn" / "tests" / "golden" / "exchange").glob("*.nir"))
+
+
+@pytest.mark.parametrize("path", EXCHANGED, ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore:a neuron that fires several times:q4_snn.NirWarning")  # sinabs's fire once in these
+def test_files_of_other_programs(nir: Any, path: Path) -> None:
+    """Networks that Norse, SpikingJelly and sinabs exported give the spikes here that they gave there."""
+    del nir
+    stored = np.load(path.with_suffix(".npz"))
+    network = read_nir(path, program=path.stem.split("-")[0])
+    with torch.no_grad():
+        found, _ = network(torch.from_numpy(stored["x"]).float() * 3)
+    assert torch.equal(found[network.outputs[0]], torch.from_numpy(stored["spikes"]).float())
+
+
+def test_programs_that_are_named(nir: Any) -> None:
+    """A program nobody knows is an error, what one does not state a warning; who names a step or a reset is right."""
+    graph = nir.read(next(path for path in EXCHANGED if path.stem == "sinabs-if"), type_check=False)
+    with pytest.warns(NirWarning, match="fires several times in one step"):
+        network = from_nir(graph, program="sinabs", dt=2e-3, reset="value")
+    neurons: Any = [item.neuron for item in network.populations.values() if item.neuron is not None]  # type: ignore[union-attr]
+    assert [(item.dt, item.reset, item.threshold_inclusive) for item in neurons] == [(2e-3, "value", True)] * 2
+    with pytest.raises(NirError, match=r"program must be one of None, snntorch, .* sinabs, got 'nest'"):
+        from_nir(graph, program="nest")
+    with pytest.raises(NirError, match="dt must be given"):
+        from_nir(graph)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from q4_snn import connectors, spikegen, surrogate
+from q4_snn import connectors, neurobench, plot, spikegen, surrogate
+from q4_snn.datasets import SHD
 from q4_snn.kinetics import AlphaSynapses, ExpSynapses
 from q4_snn.maps import LayerProjection, Scale, SumPool2d
 from q4_snn.network import Network, NetworkState
@@ -23,6 +24,7 @@ __all__ = [
     "IF",
     "LI",
     "LIF",
+    "SHD",
     "STDP",
     "AdEx",
     "AlphaSynapses",
@@ -50,6 +52,8 @@ __all__ = [
     "Synapses",
     "connectors",
     "from_nir",
+    "neurobench",
+    "plot",
     "q4_layers",
     "read_nir",
     "spikegen",

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from q4_snn.conventions import CONVENTIONS
 from q4_snn.kinetics import ExpSynapses
 from q4_snn.maps import LayerProjection
 from q4_snn.network import Network
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
+    from q4_snn.conventions import Convention
     from q4_snn.neuron import Neuron, Reset
     from q4_snn.nir_graph import Path
     from q4_snn.projection import Synapses
@@ -240,18 +242,25 @@ def _nir_name(kind: str, name: str) -> str:
 
 
 def from_nir(
-    graph: Any, *, dt: float | None = None, reset: Reset | None = None, reset_delay: bool | None = None
+    graph: Any,
+    *,
+    dt: float | None = None,
+    reset: Reset | None = None,
+    reset_delay: bool | None = None,
+    program: str | None = None,
 ) -> Network:
     """Return the network of a ``nir.NIRGraph``.
 
     Args:
         graph: Of the nodes Input, Output, Linear, Affine, Conv1d, Conv2d, SumPool2d, AvgPool2d, Scale, Flatten, LIF,
             CubaLIF, LI, IF, Delay, and graphs of these.
-        dt: Seconds of a step, in place of the graph's metadata. snnTorch and SpikingJelly take 1e-4. Norse
-            1.1 with its own dt of 1e-3 writes time constants multiplied by that, so its files need 1e-6.
+        dt: Seconds of a step, in place of the graph's metadata and of what ``program`` takes.
         reset: In place of the metadata; without either ``value``, which is NIR's.
         reset_delay: In place of the metadata; without either False. snnTorch's own default is
             ``reset="subtract", reset_delay=True``, which its export does not state.
+        program: Who wrote the graph: ``snntorch``, ``spikingjelly``, ``norse`` or ``sinabs``. What these mean and
+            don't state is then as their neurons are by default: the step, resets, the threshold itself, units of time
+            constants. A ``NirWarning`` says what can't be known. None for NIR's own meaning.
 
     Returns:
         A network whose projections are named as the graph's weights; those with a ``q4_format`` train in it. A
@@ -262,13 +271,14 @@ def from_nir(
         NirError: A node is not one of these, neurons are joined without weights, sizes do not fit, or nobody states
             dt.
     """
-    stated = graph.metadata.get("dt") if dt is None else dt
-    if stated is None:
-        hint = "snnTorch and SpikingJelly mean 1e-4 by their files; those of Norse 1.1 need 1e-6."
-        raise NirError("from_nir", name="dt", rule="given, as the graph states none", value=None, hint=hint)
-    if not 0 < float(stated) < np.inf:
-        raise NirError("from_nir", name="dt", rule="above 0 seconds", value=stated)
-    options: dict[str, Any] = {"dt": float(stated), "reset": reset, "reset_delay": reset_delay}
+    if program not in CONVENTIONS:
+        known = ", ".join(str(name) for name in CONVENTIONS)
+        raise NirError("from_nir", name="program", rule=f"one of {known}", value=program)
+    convention = CONVENTIONS[program]
+    step = _dt_of(graph, dt, convention)
+    options: dict[str, Any] = {"dt": step, "reset": reset, "reset_delay": reset_delay}
+    if convention.lost is not None:
+        warnings.warn(convention.lost, NirWarning, stacklevel=2)
     nodes, edges = flattened(graph, "")
     for name, node in nodes.items():
         if type(node).__name__ not in NODES:
@@ -282,7 +292,9 @@ def from_nir(
     shapes = _read_shapes(ends, nodes, paths, layers)
     populations = {
         name: Population(
-            name, math.prod(shapes[name]), _neuron(name, nodes[name], options) if name not in inputs else None
+            name,
+            math.prod(shapes[name]),
+            _neuron(name, nodes[name], options, convention) if name not in inputs else None,
         )
         for name in ends
     }
@@ -335,6 +347,18 @@ def _filter(projections: list[nn.Module], name: str | None, nodes: dict[str, Any
         projections[-1] = ExpSynapses(last, given, dt=dt)
     except ConfigError as error:
         raise NirError("from_nir", name=error.name, rule=error.rule, value=error.value, where=name) from error
+
+
+def _dt_of(graph: Any, dt: float | None, convention: Convention) -> float:
+    """Return the seconds of a step: as the caller says, the graph, or the program that wrote it."""
+    stated = graph.metadata.get("dt") if dt is None else dt
+    stated = convention.dt if stated is None else stated
+    if stated is None:
+        hint = "Or say by program= who wrote it: snntorch, spikingjelly, norse or sinabs."
+        raise NirError("from_nir", name="dt", rule="given, as the graph states none", value=None, hint=hint)
+    if not 0 < float(stated) < np.inf:
+        raise NirError("from_nir", name="dt", rule="above 0 seconds", value=stated)
+    return float(stated)
 
 
 def _has_bias(index: int, paths: Sequence[Path]) -> bool:
@@ -396,13 +420,14 @@ def _read_shapes(
     return {name: found.get(name) or own[name] or (1,) for name in ends}
 
 
-def _neuron(name: str, node: Any, options: dict[str, Any]) -> Neuron:
+def _neuron(name: str, node: Any, options: dict[str, Any], convention: Convention) -> Neuron:
     kind, dt = type(node).__name__, options["dt"]
     values: dict[str, Any] = {}
     for field in _FIELDS[kind]:
         array = numbers(getattr(node, _nir_name(kind, field))).reshape(-1)
         is_one = array.size > 0 and bool((array == array[0]).all())
         values[field] = float(array[0]) if is_one else torch.from_numpy(array)
+    values = convention.adapted(kind, values, dt)
     for gain, tau in _GAINS.items():
         if gain in values:
             product = torch.as_tensor(values[gain]) * dt / torch.as_tensor(values.get(tau, 1.0))
@@ -410,6 +435,7 @@ def _neuron(name: str, node: Any, options: dict[str, Any]) -> Neuron:
                 del values[gain]
     for option in _OPTIONS if kind != "LI" else ():
         value = node.metadata.get(option) if options.get(option) is None else options[option]
+        value = convention.options.get(option) if value is None else value
         if value is not None:
             values[option] = str(value) if option == "reset" else bool(value)
     if kind != "LI":
