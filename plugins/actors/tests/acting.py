@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import q4core as q4
-from q4_actors import Actor
+from q4_actors import Actor, ActorSystem
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -55,6 +55,22 @@ class Echo(Actor):
             case ("sleep", seconds):
                 time.sleep(seconds)
         return facts.get(message, message) if isinstance(message, str) else message
+
+
+class Nesting(Actor):
+    """Asks an actor of a system of its own what it is asked."""
+
+    def __init__(self, runtime: str) -> None:
+        self.system = ActorSystem(runtime)
+        self.inner = self.system.spawn(Echo, name="inner")
+
+    def on_receive(self, message: Any) -> Any:
+        """Pass on; and say in which processes this is done."""
+        return os.getpid(), self.inner.ask("pid", timeout=scaled(30.0)), self.inner.ask(message, timeout=scaled(30.0))
+
+    def on_stop(self) -> None:
+        """Stop the inner system."""
+        self.system.stop()
 
 
 class Starting(Actor):

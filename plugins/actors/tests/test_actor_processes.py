@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from acting import Echo, Gone, Unsendable
+from acting import Echo, Gone, Nesting, Unsendable
 from actor_fixtures import SHARED, steps
 
 import q4core as q4
@@ -42,6 +42,23 @@ def test_killed_actors_change_nothing(tmp_path: Path, heard: Callable[[], list[t
     assert torch.equal(steps("processes", tmp_path, fatal=(3, 4, 9, 15)), expected)
     assert [event for event, _ in heard()].count("failed") == 4
     assert "exit code -9" in next(fields["error"] for event, fields in heard() if event == "failed")
+
+
+@pytest.mark.parametrize("inner", ["threads", "processes"])
+@pytest.mark.parametrize("outer", ["threads", "processes"])
+def test_an_actor_has_a_system_of_its_own(outer: str, inner: str) -> None:
+    """Systems nest; when the outer actor is killed, its own actors end with it, and its successor has new ones."""
+    with ActorSystem(outer, restarts=2) as system:
+        actor = system.spawn(Nesting, inner, name="outer")
+        own, child, answer = actor.ask("hello", timeout=scaled(60.0))
+        assert answer == "hello"
+        assert (own == os.getpid(), child == own) == (outer == "threads", inner == "threads")
+        if outer == "processes":
+            os.kill(own, signal.SIGKILL)
+            until(lambda: not Path(f"/proc/{own}").exists())
+            newer, newer_child, answer = actor.ask("again", timeout=scaled(60.0))
+            assert (answer, newer != own, newer_child != child) == ("again", True, True)
+            until(lambda: not Path(f"/proc/{child}").exists())
 
 
 @pytest.mark.soak

@@ -13,8 +13,9 @@ from q4_snn.chunks import chunks, run_chunks
 from q4_snn.graph import Graph
 from q4_snn.projection import coming_of, product_of
 from q4_snn.runs import runs_of
+from q4_snn.sparse import SparseSynapses, refuse_export
 from q4_snn.state import NetworkState
-from q4core import InputError
+from q4core import InputError, Q4Linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -122,7 +123,16 @@ class Network(nn.Module):
 
         Raises:
             InputError: An input is missing, or input or state is of another size.
+            LifecycleError: As of ``forward``.
         """
+        if self._is_traced():
+            found: tuple[dict[str, torch.Tensor], NetworkState] = self._aside(self._step_once, inputs, state)
+            return found
+        return self._step_once(inputs, state)
+
+    def _step_once(
+        self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None
+    ) -> tuple[dict[str, torch.Tensor], NetworkState]:
         state = self._begin(inputs, state)
         inputs = {name: inputs[name] for name in self.inputs}
         self._check_spikes(inputs)
@@ -208,7 +218,34 @@ class Network(nn.Module):
         Raises:
             InputError: x does not fit the inputs, or ``record`` names what is not there.
             NonFiniteStateError: A state is NaN or infinite after the last step, or after a chunk of a program.
+            LifecycleError: Inside ``torch.export``; or ``torch.jit.trace``, with packed or sparse synapses.
         """
+        if self._is_traced():
+            found: tuple[dict[str, torch.Tensor], NetworkState] = self._aside(self._forward, x, state, record)
+            return found
+        return self._forward(x, state, record)
+
+    def _is_traced(self) -> bool:
+        """Return whether this is inside ``torch.compile``, with packed or sparse synapses, which have no graph.
+
+        Raises:
+            LifecycleError: Inside ``torch.export``; or inside ``torch.jit.trace``, with such synapses.
+        """
+        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+            return False
+        is_packed = any(isinstance(item, (Q4Linear, SparseSynapses)) for item in self.modules())
+        if torch.compiler.is_exporting() or (is_packed and torch.jit.is_tracing()):
+            refuse_export("a network")
+        return is_packed
+
+    @staticmethod
+    @torch.compiler.disable(reason="a network with packed or sparse synapses runs natively, not as a graph")
+    def _aside(call: Callable[..., Any], *values: Any) -> Any:
+        return call(*values)
+
+    def _forward(
+        self, x: torch.Tensor | Mapping[str, torch.Tensor], state: NetworkState | None, record: Sequence[str] | None
+    ) -> tuple[dict[str, torch.Tensor], NetworkState]:
         sequences, places = self.check_run(x, record, looks=False)
         runs = runs_of(self, self.graph)
         if (program := runs.program(sequences, places)) is not None:

@@ -6,7 +6,7 @@ A spike reads the synapses of its source alone, ``q4_programs.SparseWeight``: 2.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from q4_snn.population import Population, check_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["SparseProjection", "SparseSynapses"]
+__all__ = ["SparseProjection", "SparseSynapses", "refuse_export"]
 
 _MOST_DELAY = 255
 _PIECE = 1 << 18
@@ -260,7 +260,10 @@ class SparseProjection(nn.Module):
 
         Raises:
             InputError: Spikes of another size, or gradients are to reach them.
+            LifecycleError: Inside ``torch.export``.
         """
+        if torch.compiler.is_exporting():
+            refuse_export(self._label)
         if spikes.shape != (coming.shape[1], self.source_size) or (spikes.requires_grad and torch.is_grad_enabled()):
             rule = (
                 f"of shape {[coming.shape[1], self.source_size]} and without gradients, as these synapses don't train"
@@ -337,6 +340,17 @@ class SparseProjection(nn.Module):
                     builder.add(*(torch.cat(items) for items in zip(*parts, strict=True)))
                 low = high
         return cls.of(builder.finish(), sources=first[-1], targets=first[-1])
+
+
+@torch.compiler.disable(reason="its steps depend on its inputs' numbers")
+def refuse_export(what: str) -> NoReturn:
+    """Refuse to become a graph.
+
+    Raises:
+        LifecycleError: Always.
+    """
+    hint = "Write it with q4_snn.write_nir. Within torch.compile it runs as it is."
+    raise q4.LifecycleError(f"{what} can't be exported: its steps depend on its inputs' numbers", hint=hint)
 
 
 def _end(population: int | Population, role: str) -> tuple[str, int]:

@@ -63,7 +63,9 @@ def work(folder: str, number: int, sealed: bytes, options: Options, threads: int
     try:
         spec: Spec = pickle.loads(sealed)  # noqa: S301  # of the process that spawned this one
         del sealed
-        multiprocessing.current_process().name = spec.name
+        process = multiprocessing.current_process()
+        process.name = spec.name
+        process.daemon = False  # Python forbids daemons' children; these end with this one as it does with its parent
         _live(folder, number, spec, options, threads)
     except PLUGIN_FAULTS as error:
         _note(pathlib.Path(folder) / f"page{number}", error)
