@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from acting import Layered
@@ -52,7 +54,7 @@ def _packed(first: Population, second: Population, delay: int = 0) -> Projection
 @pytest.mark.parametrize(
     "options", [{}, {"device": "cuda", "unified_memory": "require_unified"}], ids=["own", "managed"]
 )
-def test_a_network_of_actors_runs_where_its_states_lie(options: dict[str, str]) -> None:
+def test_a_network_of_actors_runs_where_its_states_lie(options: dict[str, Any]) -> None:
     """Actors on threads advance a packed network on the GPU, in ordinary and in managed memory, as one call does."""
     inputs = Population("input", 96)
     first, second = (Population(name, 128, LIF(10e-3, v_threshold=0.5, dt=1e-3)) for name in ("first", "second"))

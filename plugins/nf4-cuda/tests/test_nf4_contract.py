@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from q4_conformance import Case, Outcome, backend_cases, linear_cases, run_case
+from q4_conformance import Case, Outcome, backend_cases, linear_cases, program_cases, run_case
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.manifest import split
 from q4_nf4_cuda import Nf4Cuda
@@ -128,3 +128,21 @@ def test_without_cuda_the_reason_is_reported() -> None:
         assert {path.kind for path in verdict.paths} == {PathKind.KERNEL, PathKind.DEQUANT}
     else:
         assert {reason.code.domain for reason in verdict.reasons} == {"hardware"}
+
+
+SPIKING = [case for case in program_cases(("nf4",)) if case.contract == "EX-25" and case.part != "forked"]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.part, marks=pytest.mark.soak if case.part in {"rounds", "pages", "packed"} else ())
+        for case in SPIKING
+    ],
+)
+@pytest.mark.filterwarnings(*IGNORED_WARNINGS)
+def test_spiking_programs(case: Case, subject: BackendSubject) -> None:
+    """Operations of spiking networks have the oracle's bits, one by one, in rounds, and at the ends of memory."""
+    result = run_case(case, subject)
+    assert result.outcome is Outcome.PASS, result.message

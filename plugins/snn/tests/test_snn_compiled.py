@@ -79,7 +79,7 @@ def test_a_network_is_not_exported(kind: str) -> None:
 
 def test_sparse_synapses_are_not_exported() -> None:
     """By themselves neither; within torch.compile they have their own bits."""
-    synapses = next(iter(_network("sparse").projections.values()))
+    synapses: Any = next(iter(_network("sparse").projections.values()))
     coming = synapses.coming(2)
     with torch.no_grad():
         wanted = synapses(X[0], coming.clone(), 1)

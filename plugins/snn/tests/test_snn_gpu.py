@@ -13,10 +13,10 @@ pytestmark = pytest.mark.gpu
 
 def _sparse(source: Population, target: Population, count: int, seed: int) -> SparseProjection:
     draw = torch.Generator().manual_seed(seed)
-    places = [torch.randint(size, (count,), generator=draw) for size in (source.size, target.size)]
+    ends = [torch.randint(size, (count,), generator=draw) for size in (source.size, target.size)]
     delay = torch.randint(1, 9, (count,), generator=draw)
     weight = 0.6 * torch.rand(count, generator=draw) - 0.2
-    return SparseProjection(*places, weight, delay, sources=source, targets=target)
+    return SparseProjection(ends[0], ends[1], weight, delay, sources=source, targets=target)
 
 
 def _network() -> Network:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Arrival", "Network", "NetworkState", "advance"]
 
+_jit: Any = torch.jit
+
 
 Arrival = tuple["Synapses", "Product", torch.Tensor, "torch.Tensor | None"]
 """A projection, what computes it, the spikes [B, m] that reach it, and what is on its way, which is written."""
@@ -231,15 +233,15 @@ class Network(nn.Module):
         Raises:
             LifecycleError: Inside ``torch.export``; or inside ``torch.jit.trace``, with such synapses.
         """
-        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        if not (torch.compiler.is_compiling() or _jit.is_tracing()):
             return False
         is_packed = any(isinstance(item, (Q4Linear, SparseSynapses)) for item in self.modules())
-        if torch.compiler.is_exporting() or (is_packed and torch.jit.is_tracing()):
+        if torch.compiler.is_exporting() or (is_packed and _jit.is_tracing()):
             refuse_export("a network")
         return is_packed
 
     @staticmethod
-    @torch.compiler.disable(reason="a network with packed or sparse synapses runs natively, not as a graph")
+    @torch.compiler.disable(reason="packed and sparse synapses have no graph")  # type: ignore[untyped-decorator]  # torch's
     def _aside(call: Callable[..., Any], *values: Any) -> Any:
         return call(*values)
 

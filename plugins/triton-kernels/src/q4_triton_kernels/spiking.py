@@ -10,6 +10,7 @@ import torch
 
 from q4_triton_kernels.program import Program
 from q4core import ConfigError, InputError, PrepareError, Reason, ReasonCode
+from q4core.plugin_api import on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -221,6 +222,7 @@ class SpikingRunner:
         self._lists: dict[tuple[Any, float], Tensors] = {}
         self._launches: list[Launch] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._has_run = False
         tables = {step.layer for step in program.steps if step.op.value == "send"}
         self._tables = {index: SynapseTable.of(layers[index].prepared, self._device) for index in tables}
         steps = [*program.steps]
@@ -247,12 +249,13 @@ class SpikingRunner:
         for clock in self._clocks:
             if (value := int(clock)) < 0:
                 raise InputError("program", name="clock", rule="0 or more", value=value)
-        if self._device.type != "cuda":
-            with torch.inference_mode():
+        is_first, self._has_run = not self._has_run, True
+        if self._device.type != "cuda" or (is_first and rounds == 1):  # a self-probe's programs run once
+            with on_device(self._device), torch.inference_mode():
                 for _ in range(rounds):
                     self._round()
             return
-        with torch.cuda.device(self._device):
+        with on_device(self._device):
             while rounds:
                 count = min(_GRAPH, 1 << rounds.bit_length() - 1)
                 self._graph(count).replay()
