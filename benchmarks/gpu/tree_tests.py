@@ -21,6 +21,7 @@ FOLDERS = (
     "plugins/nvfp4-native/tests",
     "plugins/um-managed/tests",
     "plugins/actors/tests",
+    "plugins/snn/tests",
     "tests",
 )
 _NOTHING_COLLECTED = 5
