@@ -178,6 +178,9 @@ class Stepper:
 
     def _make(self, record: tuple[tuple[str, int], ...]) -> PopulationProgram | None:
         plan = self.plan
+        if plan.rest.device.type != "cpu":
+            self.reason = "rows lie in the memory of the CPU, states do not"
+            return None
         items = [shared.item for part in self.parts.values() for shared in part.into]
         others = {item.source for item in items} - {*self.parts}
         sources = [Population(name, plan.rows[name].size, spikes=plan.rows[name].is_binary) for name in sorted(others)]

@@ -99,8 +99,9 @@ class Worker(Actor):
     def _receive(self, chunk: Chunk) -> None:
         if self.step is None and not self._load():
             return
-        if self.step is None or not chunk.first - 1 <= self.step <= chunk.last:
-            return  # it is done, or one before it was lost, and comes again
+        done = min(self.committed.values())
+        if self.step is None or done >= chunk.last or done < chunk.first - 1:
+            return  # it is committed, or the one before it is not, and comes again
         while self.step < chunk.last:
             last = self._await_sources(chunk.last)
             if last is None:
