@@ -241,7 +241,7 @@ class Network(nn.Module):
         return is_packed
 
     @staticmethod
-    @torch.compiler.disable(reason="packed and sparse synapses have no graph")  # type: ignore[untyped-decorator]  # torch's
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001  # the public one imports its compiler
     def _aside(call: Callable[..., Any], *values: Any) -> Any:
         return call(*values)
 

@@ -342,7 +342,7 @@ class SparseProjection(nn.Module):
         return cls.of(builder.finish(), sources=first[-1], targets=first[-1])
 
 
-@torch.compiler.disable(reason="its steps depend on its inputs")  # type: ignore[untyped-decorator]  # torch's
+@torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001  # the public one imports its compiler
 def refuse_export(what: str) -> NoReturn:
     """Refuse to become a graph.
 
