@@ -20,6 +20,7 @@ from q4_snn import (
     CubaLIF,
     ExpSynapses,
     Izhikevich,
+    LayerProjection,
     Network,
     NetworkState,
     Population,
@@ -28,6 +29,7 @@ from q4_snn import (
     spikegen,
 )
 from q4_snn.engine import PopulationProgram
+from q4_snn.maps import Scale
 from q4_snn.projection import coming_of
 from q4_snn.runs import runs_of
 
@@ -71,7 +73,8 @@ def run_as_program(network: Network, x: torch.Tensor, state: NetworkState | None
     graph, batch = network.graph, x.shape[1]
     _, places = network.check_run(x, names)
     populations = [name for name in graph.order if name not in graph.inputs]
-    program = PopulationProgram(graph, populations, batch=batch, packs=graph.inputs, record=places.values(), chunk=8)
+    packs = [name for name in graph.inputs if graph.populations[name].is_binary]
+    program = PopulationProgram(graph, populations, batch=batch, packs=packs, record=places.values(), chunk=8)
     if state is None:
         begun = {name: coming_of(item, batch) for name, item in graph.projections.items()}
         state = NetworkState({}, {}, {name: item for name, item in begun.items() if item is not None})
@@ -113,6 +116,25 @@ def test_time_constants_of_each_target() -> None:
     """A time constant for each target, and one that learned, are those of ``forward``."""
     taus: Iterator[Any] = iter([2e-4 + EACH, torch.nn.Parameter(torch.tensor(3e-4)), 5e-4])
     expect_the_same(make_network("lif of each", lambda item: AlphaSynapses(item, next(taus)), 0.5))
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Identity, lambda: Scale(torch.linspace(-1, 2, SIZE))])
+@pytest.mark.parametrize("spikes", [False, True])
+def test_currents_into_each_neuron(layer: Callable[[], torch.nn.Module], spikes: bool) -> None:
+    """One number for each target, or that scaled, of an input of numbers or of spikes; by a time course, too."""
+    torch.manual_seed(0)
+    pixels, cells = Population("pixels", SIZE, spikes=spikes), Population("cells", SIZE, LIF.from_beta(0.9))
+    names = ("cells", "cells.mem")
+    parts = [LayerProjection(pixels, cells, layer(), delay=1, name="direct")]
+    parts.append(ExpSynapses(LayerProjection(pixels, cells, layer()), 4e-4))  # type: ignore[arg-type]  # modules
+    network, x = Network([pixels, cells], parts), torch.rand(STEPS, 2, SIZE) / 4
+    x = (x > 0.2).float() if spikes else x
+    with torch.no_grad():
+        expected, _ = network(x, record=names)
+        found, _ = run_as_program(network, x, None, names)
+    assert expected["cells"].sum() > 50
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 def test_a_program_made_again() -> None:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
+from torch import nn
 
 from q4_programs import Buffer, EmissionError, Op, Step, View
 from q4_programs.ops import WORD
 from q4_programs.watch import hook_of
 from q4_snn.kinetics import AlphaSynapses, ExpSynapses
+from q4_snn.maps import LayerProjection, Scale
 from q4_snn.neurons import ALIF, IF, LI, LIF, CubaLIF
 from q4_snn.nonlinear import Izhikevich
 from q4_snn.products import SpikeProduct
@@ -26,8 +28,6 @@ from q4core.plugin_api import describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import nn
 
     from q4_programs import SparseWeight
     from q4_snn.neuron import Neuron, Parameter, Spiking
@@ -392,6 +392,19 @@ def _sparse(item: SparseProjection, emission: Emission, source: Source, ring: Vi
     return out
 
 
+def _layer(item: LayerProjection, emission: Emission, source: Source, ring: None) -> View:
+    """Emit a layer that gives each target what one source gives, or that by a number: currents into each neuron."""
+    del ring
+    layer = item.synapses
+    if type(layer) not in {nn.Identity, Scale} or "forward" in vars(layer) or hook_of(layer):
+        emission.refuse(f"its layer, a {type(layer).__name__}, has no operations")
+    if source.is_binary:
+        x = emission.unpack(source.ring, source.size, item.delay)
+    else:
+        x = emission.row(source.ring, item.delay)
+    return emission.multiply(x, layer.scale.expand(item.shape).reshape(-1)) if isinstance(layer, Scale) else x
+
+
 def _exponential(item: ExpSynapses, emission: Emission, source: Source, ring: View) -> View:
     arrived, (current,) = _arrived(item, emission, source, ring)
     emission.integrate(current, arrived, item.decay)
@@ -420,6 +433,7 @@ def _arrived(
 _PROJECTIONS: dict[type, Callable[..., Any]] = {
     Projection: _dense,
     SparseProjection: _sparse,
+    LayerProjection: _layer,
     ExpSynapses: _exponential,
     AlphaSynapses: _alpha,
 }

@@ -188,10 +188,11 @@ class NetworkRuns:
         for item in self._graph.projections.values():
             synapses: Any = item
             while synapses is not None:  # a time course, and the projection in it
-                layer = packed_layer(synapses.synapses) if hasattr(synapses, "synapses") else None
-                tau = getattr(synapses, "tau_syn", None)
+                inside = getattr(synapses, "synapses", None)
+                layer = None if inside is None else packed_layer(inside)
                 facts += [id(layer), id(getattr(synapses, "weight", None)), getattr(synapses, "reversal", None)]
-                facts.append(_mark(tau) if isinstance(tau, torch.Tensor) else tau)
+                numbers = getattr(synapses, "tau_syn", None), getattr(inside, "scale", None)
+                facts += [_mark(item) if isinstance(item, torch.Tensor) else item for item in numbers]
                 synapses = getattr(synapses, "inner", None)
         return tuple(facts)
 
