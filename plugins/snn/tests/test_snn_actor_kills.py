@@ -73,8 +73,8 @@ def expect_same(parts: Sequence[dict[str, torch.Tensor]], x: torch.Tensor) -> No
     """Expect the bits of the network in one process."""
     with torch.no_grad():
         expected, _ = made()(x, record=RECORD)
-    assert 0.02 < expected["a"].mean() < 0.9
-    assert 0.02 < expected["b"].mean() < 0.9
+    assert 0.02 < expected["a"].mean() < 0.98
+    assert 0.02 < expected["b"].mean() < 0.98
     for name in RECORD:
         assert torch.equal(torch.cat([part[name] for part in parts]), expected[name]), name
 
