@@ -6,9 +6,11 @@ import re
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from matplotlib import image
+from matplotlib import pyplot as plt
 
 from tests.repository.test_examples import run_example
 
@@ -52,3 +54,25 @@ def test_plasticity_example(tmp_path: Path) -> None:
     assert len(pairs) == 4
     assert float(pairs[-1][0]) - float(pairs[-1][1]) > 0.1
     assert image.imread(tmp_path / "s.png", format="png")[..., :3].reshape(-1, 3).std(0).max() > 0.05
+
+
+def test_programs_of_experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program of the page runs by itself, and gives what the page says that it gives."""
+    monkeypatch.chdir(tmp_path)
+    plt.switch_backend("agg")
+    page = (ROOT / "docs" / "spiking-experiments.md").read_text(encoding="utf-8")
+    programs = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(programs) == 3
+    found = []
+    for program in programs:
+        file = tmp_path / "program.py"
+        file.write_text(program, encoding="utf-8")
+        found.append(runpy.run_path(str(file)))
+    plt.close("all")
+    runs, learning, measures = found
+    assert runs["state"].clock == 4000
+    assert len(runs["spikes"].data) > 1000
+    assert np.load(tmp_path / "membranes.npy").shape == (400, 1, 2)
+    assert image.imread(tmp_path / "raster.png", format="png")[..., :3].reshape(-1, 3).std(0).max() > 0.05
+    assert not torch.equal(learning["weight"].qdata, learning["learning"].weight_in().qdata)
+    assert 0.0 < measures["found"]["activation_sparsity"] <= 1.0

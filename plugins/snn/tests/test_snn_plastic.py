@@ -19,6 +19,7 @@ from q4_snn import (
     Poisson,
     Population,
     Projection,
+    Recorder,
     STDPRule,
     connectors,
     spikegen,
@@ -174,13 +175,21 @@ def test_actors_learn_the_same(make: Any, actors: int) -> None:
     torch.manual_seed(1)
     network = Network([*inputs.populations.values(), other], [*inputs.projections.values(), Projection(cells, other)])
     x = spikes()
-    expected, _ = network(x, record=("cells", "other"))
+    expected, state = network(x, record=("cells", "other"))
     assert expected["cells"].mean() > 0.02
     with ActorSystem("threads") as system:
         crew = ActorNetwork(network, system, batch=BATCH, actors=actors)
-        for part in (slice(0, 31), slice(31, 60)):
-            found = crew(x[part], record=("cells", "other"))
-            assert all(torch.equal(found[name], expected[name][part]) for name in found)
+        found = crew(x[:31], record=("cells", "other"))
+        assert all(torch.equal(found[name], expected[name][:31]) for name in found)
+        recorders = [Recorder("cells"), Recorder("other", every=2, start=31)]
+        crew.run(iter(x[31:]), recorders=recorders, chunk=16)
+        assert torch.equal(recorders[0].data, expected["cells"][31:])
+        assert torch.equal(recorders[1].data, expected["other"][31::2])
+        assert torch.equal(_bits(crew.coming("learning")), _bits(state.coming["learning"]))
+        with pytest.raises(InputError, match="projection must be that of a projection whose state is stored"):
+            crew.coming("cells->other")
+        with pytest.raises(InputError, match="record must be names of populations"):
+            crew.run(iter(x), recorders=[Recorder("nobody")])
 
 
 def test_a_source_before_its_target_is_strengthened() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from q4_actors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, RingForm
+from q4_snn.chunks import chunks, run_chunks
 from q4_snn.projection import coming_of, memory_of, numbers_of
 from q4_snn.rows import Layout, Row
 from q4_snn.sparse import SparseSynapses
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from q4_actors import ActorRef, ActorSystem, MutableTensor, SharedWeight
+    from q4_snn.chunks import Inputs
     from q4_snn.network import Network
     from q4_snn.projection import Synapses
+    from q4_snn.recorders import Recorder
 
 __all__ = ["ActorNetwork"]
 
@@ -245,6 +248,50 @@ class ActorNetwork:
             if self._failure is not None:
                 raise self._failure
             return self._run(sequences, places)
+
+    def run(
+        self, inputs: Inputs, *, recorders: Sequence[Recorder] = (), steps: int | None = None, chunk: int = 64
+    ) -> None:
+        """Run over steps that come one by one, as ``Network.run`` does; from where the last call ended.
+
+        Args:
+            inputs: As ``Network.run`` takes them, with the batch of ``batch``. Sources begin at ``clock``.
+            recorders: What to record; results are in them.
+            steps: How many; None to end with the inputs.
+            chunk: Steps of one call.
+
+        Raises:
+            ConfigError: A number is not legal, or no input ends and ``steps`` is None.
+            InputError: Inputs don't fit the network or each other, or a recorder names what is not there.
+            NonFiniteStateError: As of a call; recorders have the calls before.
+            ActorDeadError: As of a call.
+        """
+        self._network.check_recorders(recorders)
+        first = self.clock
+        parts = chunks(inputs, self._network.inputs, first=first, steps=steps, at_once=chunk)
+        run_chunks(self, parts, recorders, first)
+
+    def coming(self, name: str) -> torch.Tensor:
+        """Return what is on its way in a projection, or what it has learnt, as ``NetworkState.coming`` has it.
+
+        Args:
+            name: Of a projection with ``coming`` and without ``memory_steps``, such as a ``PlasticProjection``.
+
+        Raises:
+            InputError: There is no such projection.
+        """
+        item = self._network.graph.projections.get(name)
+        if item is None or memory_of(item) is not None or coming_of(item, self._batch) is None:
+            rule = "that of a projection whose state is stored, such as one that learns"
+            raise InputError("ActorNetwork", name="projection", rule=rule, value=name)
+        into = [
+            other.name
+            for other in self._network.graph.into(item.target)
+            if memory_of(other) is None and coming_of(other, self._batch) is not None
+        ]
+        with self._tensors[item.target].read(device=self._side) as seen:
+            _, tensors = self._layouts[item.target].read(seen.tensor)
+        return tensors[len(tensors) - len(into) + into.index(name)]
 
     def _run(
         self, sequences: Mapping[str, torch.Tensor], places: Mapping[str, tuple[str, int | None]]

@@ -292,8 +292,7 @@ class Network(nn.Module):
             InputError: Inputs don't fit the network or each other, or a recorder names what is not there.
             NonFiniteStateError: A state is NaN or infinite after a chunk; recorders have the chunks before.
         """
-        for item in recorders:
-            item.check(self.population(self._place(item.what)[0]).size)
+        self.check_recorders(recorders)
         first = 0 if state is None else state.clock
         latest = state
 
@@ -310,6 +309,15 @@ class Network(nn.Module):
     def record(self) -> ProgramRecord:
         """Who ran it last as a program, or why its modules ran one by one."""
         return runs_of(self, self.graph).record
+
+    def check_recorders(self, recorders: Sequence[Recorder]) -> None:
+        """Refuse recorders of what is not there.
+
+        Raises:
+            InputError: A population, a state or a neuron is not there, or a file is not open.
+        """
+        for item in recorders:
+            item.check(self.population(self._place(item.what)[0]).size)
 
     def check_run(
         self, x: torch.Tensor | Mapping[str, torch.Tensor], record: Sequence[str] | None, *, looks: bool = True
