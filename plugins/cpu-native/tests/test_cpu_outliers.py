@@ -100,6 +100,19 @@ def test_bits_depend_on_the_row_alone(backend: CpuNative, format_: str, precisio
     assert torch.equal(y[same], before[same])
 
 
+@pytest.mark.parametrize("format_", ["nf4", "q4_0", "q8_0"])
+def test_any_number_of_columns_may_have_outliers(backend: CpuNative, format_: str) -> None:
+    """Rows with outliers in hundreds of columns, some of them 2048 apart, have the bits that they have alone."""
+    columns = 4352
+    layer = layer_on(backend, _weight(format_, 32, columns), "int8")
+    x = _usual(61, columns)
+    for row in range(61):
+        x[row, torch.arange(16) * 64 + row] = 1e3
+    x[::2, 7], x[1::3, 7 + 2048], x[5, 7 + 4096] = 1e4, -1e4, 1e5
+    y = layer(x)
+    assert all(torch.equal(y[row], layer(x[row : row + 1])[0]) for row in (0, 1, 4, 5, 59, 60))
+
+
 def test_too_many_outliers_are_computed_exactly(backend: CpuNative) -> None:
     """A row with more outliers than two of each 32 in-features and eight has the bits of the exact path."""
     weight = _weight("nf4")

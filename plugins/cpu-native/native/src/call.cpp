@@ -37,7 +37,7 @@ int32_t take_outliers(const q4_matrix& m, const Layout& at, uint32_t found, int6
     int32_t most = 0;
     for (int j = 0; j < kChunk; ++j) {
         if (found >> j & 1) {
-            *to++ = {place_of(m, at, first + j), values[j]};
+            *to++ = {place_of(m, at, first + j), values[j], static_cast<int32_t>(first + j)};
             values[j] = 0.0f;
         }
         int32_t bits;
@@ -139,16 +139,16 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
         kernels.pair_rows(to.levels + (pass.first * at.chunks + chunk * pass.rows) * kChunk, pass.rows);
 }
 
-Finish finish_of(const q4_matrix& m, const q4_call& c, int64_t tile, int64_t row, bool is_odd) {
+// Of the first row of y.
+Finish finish_of(const q4_matrix& m, const q4_call& c, int64_t tile) {
     const int64_t first = tile * kTileRows, size = size_of(c.y_type);
     Finish f{};
     f.step = c.family == Q4_EXACT ? 1.0f : c.family == Q4_A16 && has_words(m) ? m.word_step : m.step;
-    f.growth = c.family == Q4_EXACT && is_odd ? kShrink : 1.0f;
     f.is_global_per_row = c.global_count > 1;
     f.global = c.global_scale && f.is_global_per_row ? c.global_scale + first : c.global_scale;
     f.divides = c.global_divides != 0;
     f.bias = c.bias ? static_cast<const uint8_t*>(c.bias) + first * size : nullptr;
-    f.y = static_cast<uint8_t*>(c.y) + (row * c.y_stride + first) * size;
+    f.y = static_cast<uint8_t*>(c.y) + first * size;
     f.type = c.y_type;
     f.count = std::min<int64_t>(kTileRows, m.rows - first);
     return f;
@@ -166,26 +166,34 @@ void Product::lay_out(int64_t first_pass, int64_t last_pass) const {
 }
 
 void Product::tiles(int64_t first, int64_t last, Panel* panel, float* sums) const {
-    const auto deliver = [&](const Tile& tile, int64_t t, int64_t i, const float* from) {
-        Finish f = finish_of(m, c, t, index[i], odd[i] != 0);
-        alignas(64) double outliers[kTileRows];
-        if (rows.has_outliers(i) && !odd[i]) {
-            kernels.outliers(m)(tile, rows.outliers + i * Rows::most_outliers(at), rows.outlier_count[i], outliers);
-            f.outliers = outliers;
-        }
+    const int64_t most_outliers = Rows::most_outliers(at), y_bytes = c.y_stride * size_of(c.y_type);
+    const OutlierKernel multiply_outliers = kernels.outliers(m);
+    Columns* columns = has_panels && rows.outlier_count ? &panel->columns : nullptr;
+    if (columns) columns->clear();
+    for (int64_t i = 0; columns && i < count; ++i)
+        for (int32_t j = 0; j < rows.outlier_count[i] && !odd[i]; ++j) columns->add(rows.outliers[i * most_outliers + j]);
+    const ColumnDecoder decode_columns = columns && columns->count ? kernels.columns(m) : nullptr;
+    alignas(64) double outliers[kTileRows];
+    const auto deliver = [&](const Tile& tile, Finish& f, uint8_t* y, int64_t i, const float* from) {
+        const bool has_outliers = rows.has_outliers(i) && !odd[i];
+        if (has_outliers)
+            multiply_outliers(tile, rows.outliers + i * most_outliers, rows.outlier_count[i], columns, outliers);
+        f.outliers = has_outliers ? outliers : nullptr;
+        f.growth = c.family == Q4_EXACT && odd[i] ? kShrink : 1.0f;
+        f.y = y + index[i] * y_bytes;
         kernels.finish(f, from);
     };
-    const auto direct = [&](const Tile& tile, int64_t t) {
+    const auto direct = [&](const Tile& tile, Finish& f, uint8_t* y) {
         alignas(64) float few[8 * kTileRows];
         for (const Pass* pass = passes; pass < passes + pass_count; ++pass) {
             pass->direct(tile, rows.from(at, *pass, 0), few);
-            for (int r = 0; r < pass->rows; ++r) deliver(tile, t, pass->first + r, few + r * kTileRows);
+            for (int r = 0; r < pass->rows; ++r) deliver(tile, f, y, pass->first + r, few + r * kTileRows);
         }
     };
     const PanelDecoder decode = has_panels ? kernels.decoder(m, c.family) : nullptr;
     constexpr int64_t kStretches[] = {kExactPanelChunks, kA8PanelChunks, kA16PanelChunks};
     const int64_t stretch = kStretches[c.family];
-    const auto panelled = [&](const Tile& tile, int64_t t) {
+    const auto panelled = [&](const Tile& tile, Finish& f, uint8_t* y) {
         std::fill(sums, sums + count * kTileRows, 0.0f);
         for (int64_t chunk = 0; chunk < at.chunks; chunk += stretch) {
             const int64_t end = std::min(at.chunks, chunk + stretch);
@@ -193,14 +201,21 @@ void Product::tiles(int64_t first, int64_t last, Panel* panel, float* sums) cons
             for (const Pass* pass = passes; pass < passes + pass_count; ++pass)
                 pass->panel(*panel, rows.from(at, *pass, chunk), end - chunk, sums + pass->first * kTileRows);
         }
-        for (int64_t r = 0; r < count; ++r) deliver(tile, t, r, sums + r * kTileRows);
+        if (decode_columns) decode_columns(tile, *columns);
+        constexpr int64_t kRowsAhead = 8;  // rows of y are far apart, and many share a set of the cache
+        for (int64_t r = 0; r < count; ++r) {
+            if (r + kRowsAhead < count) __builtin_prefetch(y + index[r + kRowsAhead] * y_bytes, 1);
+            deliver(tile, f, y, r, sums + r * kTileRows);
+        }
     };
     for (int64_t t = first; t < last; ++t) {
         const Tile tile{m, at, c.tiles + t * at.tile_bytes};
+        Finish f = finish_of(m, c, t);
+        auto* y = static_cast<uint8_t*>(f.y);
         if (has_panels)
-            panelled(tile, t);
+            panelled(tile, f, y);
         else
-            direct(tile, t);
+            direct(tile, f, y);
     }
 }
 

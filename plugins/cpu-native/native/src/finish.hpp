@@ -8,16 +8,17 @@
 namespace q4 {
 
 // The global scale meets float64 here, so that what the other in-features give is rounded once.
-template <class V> [[gnu::noinline]] typename V::Floats add_outliers(const Finish& f, int lane, typename V::Floats value) {
+template <class V> Q4_INLINE typename V::Floats add_outliers(const Finish& f, int lane, typename V::Floats value) {
     alignas(64) float whole[V::kLanes];
     V::store(whole, value);
+    const double* outliers = f.outliers + lane;
+    if (!f.global) {
+        for (int i = 0; i < V::kLanes; ++i) whole[i] = static_cast<float>(whole[i] + outliers[i]);
+        return V::load(whole);
+    }
     for (int i = 0; i < V::kLanes; ++i) {
-        double sum = whole[i] + f.outliers[lane + i];
-        if (f.global) {
-            const double global = f.global[f.is_global_per_row ? lane + i : 0];
-            sum = f.divides ? sum / global : sum * global;
-        }
-        whole[i] = static_cast<float>(sum);
+        const double sum = whole[i] + outliers[i], global = f.global[f.is_global_per_row ? lane + i : 0];
+        whole[i] = static_cast<float>(f.divides ? sum / global : sum * global);
     }
     return V::load(whole);
 }

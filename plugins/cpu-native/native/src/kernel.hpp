@@ -37,6 +37,37 @@ struct Tile {
     const uint8_t* data;
 };
 
+// A number of x that is multiplied exactly, in addition to the rounded ones; see outliers.hpp.
+struct Outlier : Place {
+    float value;
+    int32_t column;
+};
+
+// Columns that outliers of several rows of x meet, which are mostly the same: decoded once for each tile.
+struct Columns {
+    static constexpr int kPlaces = 2048, kMost = 512;  // a column that finds no room is decoded for each outlier
+    alignas(64) double weights[kMost][kTileRows];
+    Outlier which[kMost];
+    int32_t count;
+    int16_t index[kPlaces];  // by the column's last bits
+
+    [[gnu::always_inline]] void clear() {
+        count = 0;
+        std::fill_n(index, kPlaces, int16_t{-1});
+    }
+    [[gnu::always_inline]] void add(const Outlier& outlier) {
+        int16_t& place = index[outlier.column % kPlaces];
+        if (place >= 0 || count == kMost) return;
+        which[count] = outlier;
+        place = static_cast<int16_t>(count++);
+    }
+    // NULL where the column is not here.
+    [[gnu::always_inline]] const double* find(int32_t column) const {
+        const int16_t place = index[column % kPlaces];
+        return place >= 0 && which[place].column == column ? weights[place] : nullptr;
+    }
+};
+
 // A decoded stretch of a tile: a weight is 1 byte (a8), 2 (a16) or 4 (exact), so it holds 32 chunks, 16 or 8.
 constexpr int64_t kPanelBytes = 16384;
 constexpr int64_t kExactPanelChunks = kPanelBytes / (kTileRows * kChunk * 4);
@@ -46,6 +77,7 @@ struct Panel {
     alignas(64) uint8_t codes[kPanelBytes];  // a8, a16: levels as lines of 64 bytes; exact: float [k][16]
     alignas(64) float scale[kA8PanelChunks * 2 * kTileRows];   // [chunk][set][16]
     alignas(64) float second[kA8PanelChunks * 2 * kTileRows];  // a8, a16; exact weights hold it already
+    Columns columns;  // those of the tile that outliers meet
 };
 
 struct Spike : Place {
@@ -53,12 +85,9 @@ struct Spike : Place {
     float ends;  // 1 for the last one, after which the sum is scaled; else 0
 };
 
-// A number of x that is multiplied exactly, in addition to the rounded ones; see outliers.hpp.
-struct Outlier : Place {
-    float value;
-};
-
-using OutlierKernel = void (*)(const Tile&, const Outlier* outliers, int64_t count, double* y);  // y: [16], written
+using ColumnDecoder = void (*)(const Tile&, Columns&);
+// With columns that a decoder has written, or without; y: [16], written.
+using OutlierKernel = void (*)(const Tile&, const Outlier* outliers, int64_t count, const Columns*, double* y);
 using SpikeKernel = void (*)(const Tile&, const Spike* spikes, int64_t count, float* y);  // y: [16], written
 using DirectKernel = void (*)(const Tile&, const Activations&, float* y);  // y: [rows][16], written
 using PanelDecoder = void (*)(const Tile&, int64_t first, int64_t last, Panel&);
@@ -123,6 +152,7 @@ struct Kernels {
     SpikeKernel (*spikes)(const q4_matrix&) = nullptr;
     uint32_t (*find_outliers)(const float* x) = nullptr;  // which of 32 numbers they are, as bits
     OutlierKernel (*outliers)(const q4_matrix&) = nullptr;
+    ColumnDecoder (*columns)(const q4_matrix&) = nullptr;
     // NULL, or what puts a chunk of int16 levels that meet words, of the only row of a direct pass, in its kernel's order.
     void (*arrange_single)(int8_t* levels) = nullptr;
 };

@@ -3,6 +3,7 @@
 // They are multiplied exactly, y[r] = sum of w[r, k] * x[k] over the outliers, and the others get a scale of their own. A
 // column of 16 rows costs up to four fifths of what a chunk of 32 in-features does on AVX2, a third on AVX-512. Sums are of
 // float64: a product of float32 is nearly exact there, and what the other in-features give is rounded once, with the result.
+// Of many rows most outliers meet the same columns, which are decoded once (Columns): an outlier then takes a fifth of that.
 #pragma once
 
 #include "exact.hpp"
@@ -37,31 +38,50 @@ template <class V> uint32_t find_outliers(const float* x) {
     }
 }
 
+// Not inlined: two copies might round differently.
 template <class V, int Second, int Bits>
-void outliers_direct(const Tile& t, const Outlier* outliers, int64_t count, double* y) {
+[[gnu::noinline]] void decode_column(const Tile& t, const Place& place, double* w) {
     const typename V::Codebook book(t.matrix.codebook);
     const double base = Bits != 4 ? byte_base(t.matrix) : 0.0;
     const auto bytes = V::splat_bytes(short_base(t.matrix));
     alignas(64) float value[kTileRows], scale[kTileRows], second[kTileRows];
-    alignas(64) double sum[kTileRows] = {};
+    const Numbers<V, Second, kAnyType> of{t.matrix, t.at, t.data + place.head, t.data + place.super};
+    for (int part = 0; part < kTileRows / V::kLanes; ++part) {
+        const int lane = part * V::kLanes;
+        V::store(value + lane, column_values<V, Bits>(t.data + place.codes, place, part, book, bytes));
+        V::store(scale + lane, of.scale(place.set, part));
+        V::store(second + lane, of.second(place.set, part));
+    }
+    for (int r = 0; r < kTileRows; ++r) {
+        w[r] = value[r] + base;
+        if constexpr (Second == Q4_ZERO) w[r] -= second[r];
+        w[r] *= scale[r];
+        if constexpr (Second == Q4_OFFSET) w[r] += second[r];
+    }
+}
+
+template <class V, int Second, int Bits> void decode_columns(const Tile& t, Columns& columns) {
+    for (int32_t i = 0; i < columns.count; ++i) decode_column<V, Second, Bits>(t, columns.which[i], columns.weights[i]);
+}
+
+template <class V, int Second, int Bits>
+void multiply_outliers(const Tile& t, const Outlier* outliers, int64_t count, const Columns* columns, double* y) {
+    constexpr int kBytes = sizeof(typename V::Floats), kParts = kTileRows * sizeof(double) / kBytes;
+    typedef double Doubles __attribute__((vector_size(kBytes), may_alias));
+    alignas(64) double alone[kTileRows];
+    Doubles sum[kParts] = {};
     for (const Outlier* outlier = outliers; outlier < outliers + count; ++outlier) {
-        const Numbers<V, Second, kAnyType> of{t.matrix, t.at, t.data + outlier->head, t.data + outlier->super};
-        for (int part = 0; part < kTileRows / V::kLanes; ++part) {
-            const int lane = part * V::kLanes;
-            V::store(value + lane, column_values<V, Bits>(t.data + outlier->codes, *outlier, part, book, bytes));
-            V::store(scale + lane, of.scale(outlier->set, part));
-            V::store(second + lane, of.second(outlier->set, part));
+        const double* w = columns ? columns->find(outlier->column) : nullptr;
+        if (!w) {
+            decode_column<V, Second, Bits>(t, *outlier, alone);
+            w = alone;
         }
         const double x = outlier->value;
-        for (int r = 0; r < kTileRows; ++r) {
-            double w = value[r] + base;
-            if constexpr (Second == Q4_ZERO) w -= second[r];
-            w *= scale[r];
-            if constexpr (Second == Q4_OFFSET) w += second[r];
-            sum[r] += w * x;
-        }
+#pragma GCC unroll 8
+        for (int part = 0; part < kParts; ++part) sum[part] += reinterpret_cast<const Doubles*>(w)[part] * x;
     }
-    std::copy_n(sum, kTileRows, y);
+#pragma GCC unroll 8
+    for (int part = 0; part < kParts; ++part) reinterpret_cast<Doubles*>(y)[part] = sum[part];
 }
 
 }  // namespace q4

@@ -163,7 +163,13 @@ template <class V> SpikeKernel spike_kernel(const q4_matrix& m) {
 
 template <class V> OutlierKernel outlier_kernel(const q4_matrix& m) {
     return with_form(m, [](auto second, auto bits) -> OutlierKernel {
-        return outliers_direct<V, decltype(second)::value, decltype(bits)::value>;
+        return multiply_outliers<V, decltype(second)::value, decltype(bits)::value>;
+    });
+}
+
+template <class V> ColumnDecoder column_decoder(const q4_matrix& m) {
+    return with_form(m, [](auto second, auto bits) -> ColumnDecoder {
+        return decode_columns<V, decltype(second)::value, decltype(bits)::value>;
     });
 }
 
@@ -183,7 +189,8 @@ template <class V> Kernels make_kernels() {
             &operations_of<V>,
             spike_kernel<V>,
             find_outliers<V>,
-            outlier_kernel<V>};
+            outlier_kernel<V>,
+            column_decoder<V>};
 }
 
 }  // namespace q4
