@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from q4_nn.blocks.attention import attend
 from q4_nn.blocks.cache import KVCache
-from q4_nn.blocks.norm import OffsetRMSNorm
+from q4_nn.blocks.norm import OffsetRMSNorm, RMSNorm
 from q4_nn.blocks.rotary import RopeScaling, RotaryEmbedding
 from q4core import InputError
 
@@ -56,12 +57,34 @@ def test_attention(past: int, count: int, kv_heads: int, group: int, seed: int) 
 
 
 @pytest.mark.parametrize("epsilon", [1e-5, 0.3])
-def test_offset_norm(epsilon: float) -> None:
-    """The norm divides by the root of mean square plus epsilon, and multiplies by one plus the weight."""
-    x, norm = torch.randn(5, 3, 48), OffsetRMSNorm(48, eps=epsilon)
-    weight = torch.nn.init.normal_(norm.weight).detach()
-    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * (1 + weight.double())
-    assert close(norm(x).detach(), exact)
+@pytest.mark.parametrize("kind", [RMSNorm, OffsetRMSNorm])
+@pytest.mark.parametrize("size", [48, (3, 48)])
+def test_norm(kind: type[RMSNorm], epsilon: float, size: int | tuple[int, ...]) -> None:
+    """The norm divides by the root of mean square plus epsilon, and multiplies by the weight, or by one plus it."""
+    x, norm = torch.randn(5, 3, 48), kind(size, eps=epsilon)
+    weight = torch.nn.init.normal_(norm.weight).detach().double() + (kind is OffsetRMSNorm)
+    mean = x.double().pow(2).mean(-1 if size == 48 else (1, 2), keepdim=True)
+    assert close(norm(x).detach(), x.double() / (mean + epsilon).sqrt() * weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"eps": 1e-6}, {"eps": 1e-6, "elementwise_affine": False}])
+def test_norm_and_its_gradients_are_torchs(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Value and gradients are those of torch's own norm, rows of zeros included."""
+    x = torch.randn(4, 7, 33, dtype=dtype)
+    x[1, 2] = 0.0
+    size = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps if dtype is not torch.float64 else 0.0)
+    results = []
+    for norm in (RMSNorm(33, dtype=dtype, **options), torch.nn.RMSNorm(33, dtype=dtype, **options)):
+        given = x.clone().requires_grad_()
+        y = norm(given)
+        (y * torch.linspace(-1.0, 2.0, 33, dtype=dtype)).sum().backward()
+        results.append([y.detach(), given.grad, *(parameter.grad for parameter in norm.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert ours.dtype == theirs.dtype
+        assert bool(((ours - theirs).abs() <= 32 * size * theirs.abs().amax(-1, keepdim=True)).all())
 
 
 @pytest.mark.parametrize("dimensions", [16, 8])

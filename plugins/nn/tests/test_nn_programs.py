@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import q4core as q4
-from q4_nn import LayerType, OffsetRMSNorm, build_mlp, build_rnn, make, pack_
+from q4_nn import LayerType, OffsetRMSNorm, RMSNorm, build_mlp, build_rnn, make, pack_
 from q4_programs import Op, make_program
 from tests.support.programs import check_program as check
 
@@ -36,6 +36,7 @@ X = torch.randn(3, 8)
     "layer",
     [
         OffsetRMSNorm(8, eps=1e-3),
+        RMSNorm(8),
         make("feed_forward", hidden_size=8, intermediate_size=12),
         make("feed_forward", hidden_size=8, intermediate_size=12, gated=False, activation="gelu_tanh", bias=True),
     ],

@@ -9,7 +9,7 @@ from q4_nn.blocks.cache import KVCache
 from q4_nn.blocks.embedding import PackedEmbedding
 from q4_nn.blocks.feed_forward import FeedForward
 from q4_nn.blocks.joined import JoinedLinear
-from q4_nn.blocks.norm import OffsetRMSNorm
+from q4_nn.blocks.norm import OffsetRMSNorm, RMSNorm
 from q4_nn.blocks.packed import FilledLinear, Q4Conv2d, Q4Recurrent
 from q4_nn.blocks.rotary import RopeScaling, RotaryEmbedding
 from q4_nn.convert.replacing import convert_linears_
@@ -55,6 +55,7 @@ __all__ = [
     "PackedEmbedding",
     "Q4Conv2d",
     "Q4Recurrent",
+    "RMSNorm",
     "RopeScaling",
     "RotaryEmbedding",
     "STEConv2d",

@@ -12,7 +12,7 @@ from q4_nn.blocks.attention import MultiHeadAttention
 from q4_nn.blocks.cache import KVCache
 from q4_nn.blocks.experts import Experts
 from q4_nn.blocks.feed_forward import FeedForward
-from q4_nn.blocks.norm import OffsetRMSNorm
+from q4_nn.blocks.norm import OffsetRMSNorm, RMSNorm
 from q4_nn.blocks.rotary import RotaryEmbedding
 from q4_nn.registry.initialise import initialise_
 from q4_programs import Op
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TransformerBlock", "TransformerDecoder", "TransformerEncoder", "build_transformer", "empty_transformer"]
 
-_NORMS: dict[str, Any] = {"rms": nn.RMSNorm, "offset_rms": OffsetRMSNorm, "layer": nn.LayerNorm}
+_NORMS: dict[str, Any] = {"rms": RMSNorm, "offset_rms": OffsetRMSNorm, "layer": nn.LayerNorm}
 
 
 def _norm(config: TransformerConfig) -> nn.Module:
