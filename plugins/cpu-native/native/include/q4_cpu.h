@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 8
+#define Q4_CPU_ABI_VERSION 9
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
@@ -178,7 +178,16 @@ typedef enum {
     Q4_SOFTMAX,
     Q4_COPY,
     Q4_ARGMAX,
-    Q4_TOP_K
+    Q4_TOP_K,
+    Q4_INTEGRATE,
+    Q4_FIRE,
+    Q4_SPIKES,
+    Q4_SEND,
+    Q4_TAKE,
+    Q4_ROW,
+    Q4_STORE_ROW,
+    Q4_PACK,
+    Q4_UNPACK
 } q4_op;
 
 /* Rows of contiguous columns: float32, or int64 where an operation says so. */
@@ -198,8 +207,22 @@ typedef struct {
     q4_inputs inputs;
 } q4_layer;
 
-#define Q4_MOST_INPUTS 4
-#define Q4_MOST_OUTPUTS 2
+/* Sparse synapses, entries by source, then by target. Entry e is on the target of the entry before it plus gaps[e]; one whose
+ * delay is 0 is no synapse. Its weight is offset + scale * code, of codes two to a byte and of levels for each 32 entries. */
+typedef struct {
+    int64_t sources, targets;
+    int64_t entries;       /* whole blocks of 32 */
+    const int64_t *starts; /* [sources + 1], the first entry of each source */
+    const int32_t *first;  /* [sources], the target of a source's first entry, whose gap is 0 */
+    const void *gaps;      /* [entries], unsigned */
+    int32_t gap_bytes;     /* 1 or 2 */
+    const uint8_t *delays; /* [entries] */
+    const uint8_t *codes;  /* [entries / 2] */
+    const uint16_t *levels; /* [entries / 32, 2], scale and offset: float16 */
+} q4_synapses;
+
+#define Q4_MOST_INPUTS 7
+#define Q4_MOST_OUTPUTS 3
 #define Q4_MOST_NUMBERS 3
 
 typedef struct {
@@ -209,17 +232,19 @@ typedef struct {
     q4_view outputs[Q4_MOST_OUTPUTS];
     double numbers[Q4_MOST_NUMBERS];
     const q4_layer *layer; /* read by q4_cpu_program_make alone; NULL for an operation without a packed layer */
+    const q4_synapses *synapses; /* likewise, of SEND; what it points to must stay where it is */
 } q4_step;
 
 typedef struct q4_program q4_program;
 
 /* Check and bind steps for up to that many threads. All memory that views and layers point to must stay where it is. Takes
- * whatever memory runs need. Returns as above, or 1 + the number of the first step that makes no sense. */
-int32_t q4_cpu_program_make(const q4_step *steps, int64_t count, int32_t threads, int32_t isa, q4_program **program);
-/* Run every step once, with no more threads than it was made for; the bits are the same for any number. Takes no memory.
- * Returns as above; -3 where the program is running already; 1 + the number of a step whose token or position is out of
- * range, before anything is written. */
-int32_t q4_cpu_program_run(q4_program *program, int32_t threads);
+ * whatever memory runs need. `clock` is NULL, or one number that is one more after each round. Returns as above, or 1 + the
+ * number of the first step that makes no sense. */
+int32_t q4_cpu_program_make(const q4_step *steps, int64_t count, int32_t threads, int32_t isa, int64_t *clock, q4_program **program);
+/* Run every step, in their order, for some rounds, with no more threads than it was made for; the bits are the same for any
+ * number. Takes no memory. Returns as above; -3 where the program is running already; 1 + the number of a step whose token,
+ * position or clock is out of range, before anything is written. */
+int32_t q4_cpu_program_run(q4_program *program, int32_t threads, int64_t rounds);
 /* How many rows of x of that step, a packed product, had outliers in the last run. */
 int64_t q4_cpu_program_outlier_rows(const q4_program *program, int64_t step);
 void q4_cpu_program_free(q4_program *program);

@@ -115,6 +115,32 @@ struct Head {
     float* out;
 };
 
+// A vector of an operation of spiking networks: one number, or one for each column.
+struct Vector {
+    const float* data;
+    bool is_one;
+    [[gnu::always_inline]] Vector from(int64_t column) const { return {is_one ? data : data + column, is_one}; }
+};
+
+// Up to 64 neurons.
+struct Firing {
+    float* mem;
+    Vector threshold, vector;
+    float* count;  // NULL without a refractory time
+    const float* before;
+    Vector steps;
+    int32_t reset;  // 0: none, 1: subtract, 2: set
+    bool is_inclusive;
+    int64_t columns;
+};
+
+// Entries of synapses, from one on that lies on `target` by its gap.
+struct Sending {
+    const q4_synapses& synapses;
+    float* ring;
+    const int64_t* slots;  // [256], the place of a delay's slot in the ring
+};
+
 // What programs compute besides products; a result does not depend on what is computed next to it.
 struct Operations {
     float (*dot)(const float* a, const float* b, int64_t count);
@@ -129,6 +155,10 @@ struct Operations {
     void (*attend)(const Head&);
     // The k largest, falling, equals by column, NaN above all; `values` may be NULL where k is 1.
     void (*largest)(const float* x, int64_t count, int64_t k, float* values, int64_t* columns);
+    // x = beta · x + gain · i + leak, each rounded; `gain` and `leak` may have no data.
+    void (*integrate)(float* x, const float* i, const Vector& beta, const Vector& gain, const Vector& leak, int64_t count);
+    uint64_t (*fire)(const Firing&);
+    void (*send)(const Sending&, int64_t from, int64_t to, int64_t target);
 };
 
 struct Kernels {

@@ -24,6 +24,8 @@ template <class T> T* at(uintptr_t address) { return reinterpret_cast<T*>(addres
 constexpr double kReleaseWork = 8e6;
 // Codes that are packed or unpacked in that time.
 constexpr double kReleaseCodes = 65536;
+// Rounds of a program.
+constexpr int64_t kShortRounds = 8;
 
 template <class Call> void run(bool is_long, const Call& call) {
     if (is_long) {
@@ -125,7 +127,7 @@ class Program {
     // views: address, rows, columns and stride of each, inputs first. tiles: 0 where there is no packed layer.
     void add(int op, const std::vector<int64_t>& views, int inputs, const std::vector<double>& numbers, const Matrix* matrix,
              uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, int family, uintptr_t order, uintptr_t factor,
-             int factor_type) {
+             int factor_type, const std::vector<int64_t>& synapses) {
         q4_step step{};
         const auto outputs = static_cast<int>(views.size() / 4) - inputs;
         if (program_ || inputs < 0 || inputs > Q4_MOST_INPUTS || outputs < 0 || outputs > Q4_MOST_OUTPUTS ||
@@ -137,7 +139,15 @@ class Program {
             (i < inputs ? step.inputs[i] : step.outputs[i - inputs]) = {at<void>(static_cast<uintptr_t>(view[0])), view[1], view[2], view[3]};
         }
         std::copy(numbers.begin(), numbers.end(), step.numbers);
-        layers_.push_back(nullptr);
+        layers_.push_back(nullptr), synapses_.push_back(nullptr);
+        if (synapses.size() == 10) {  // as of q4_synapses
+            const auto address = [&](size_t i) { return static_cast<uintptr_t>(synapses[i]); };
+            synapses_.back() = std::make_unique<q4_synapses>(
+                q4_synapses{synapses[0], synapses[1], synapses[2], at<const int64_t>(address(3)), at<const int32_t>(address(4)),
+                            at<const void>(address(5)), static_cast<int32_t>(synapses[6]), at<const uint8_t>(address(7)),
+                            at<const uint8_t>(address(8)), at<const uint16_t>(address(9))});
+            work_ += static_cast<double>(synapses[2]) / 4;
+        }
         if (matrix) {
             layers_.back() = std::make_unique<q4_layer>(q4_layer{matrix->description(), at<const uint8_t>(tiles), at<const float>(global),
                                                                  global_count, divides, family,
@@ -148,18 +158,19 @@ class Program {
     }
 
     // Returns 0, or 1 + the number of the first step that can't be bound.
-    int bind(int threads, int isa) {
-        for (size_t i = 0; i < steps_.size(); ++i) steps_[i].layer = layers_[i].get();
-        const int32_t status = q4_cpu_program_make(steps_.data(), static_cast<int64_t>(steps_.size()), threads, isa, &program_);
+    int bind(int threads, int isa, uintptr_t clock) {
+        for (size_t i = 0; i < steps_.size(); ++i) steps_[i].layer = layers_[i].get(), steps_[i].synapses = synapses_[i].get();
+        const int32_t status =
+            q4_cpu_program_make(steps_.data(), static_cast<int64_t>(steps_.size()), threads, isa, at<int64_t>(clock), &program_);
         if (status == -2) throw std::bad_alloc();
         if (status < 0) throw std::invalid_argument("the program was refused");
         return status;
     }
 
-    // Returns 0, or 1 + the number of a step whose token or position is out of range.
-    int run(int threads) {
+    // Returns 0, or 1 + the number of a step whose token, position or clock is out of range.
+    int run(int threads, int64_t rounds) {
         int32_t status = 0;
-        ::run(work_ > kReleaseWork, [&] { status = q4_cpu_program_run(program_, threads); });
+        ::run(rounds > kShortRounds || work_ > kReleaseWork, [&] { status = q4_cpu_program_run(program_, threads, rounds); });
         if (status == -3) throw std::runtime_error("the program is running already");
         if (status < 0) throw std::invalid_argument("the program was refused");
         return status;
@@ -179,6 +190,7 @@ class Program {
   private:
     std::vector<q4_step> steps_;
     std::vector<std::unique_ptr<q4_layer>> layers_;
+    std::vector<std::unique_ptr<q4_synapses>> synapses_;
     q4_program* program_ = nullptr;
     double work_ = 0.0;  // as bytes of tiles
 };
@@ -205,7 +217,7 @@ NB_MODULE(_native, module) {
     nb::class_<Program>(module, "Program")
         .def(nb::init<>())
         .def("add", &Program::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
-             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("bind", &Program::bind)
         .def("run", &Program::run)
         .def("outlier_rows", &Program::outlier_rows);

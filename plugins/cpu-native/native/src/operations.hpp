@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "neurons.hpp"
 #include "vector_math.hpp"
 
 namespace q4 {
@@ -211,6 +212,7 @@ template <class V> void largest(const float* x, int64_t count, int64_t k, float*
 
 template <class V>
 constexpr Operations operations_of{dot<V>,     rms_norm<V>, layer_norm<V>, activate<V>, combine<V>,
-                                   affine<V>,  softmax<V>,  attend<V>,     largest<V>};
+                                   affine<V>,  softmax<V>,  attend<V>,     largest<V>,
+                                   integrate<V>, fire<V>,   send};
 
 }  // namespace q4

@@ -6,13 +6,6 @@
 namespace q4 {
 namespace {
 
-constexpr int kColumns = 16;  // that one thread has at least: a tile, and a cache line of float32
-
-struct Range {
-    int64_t from, to;
-};
-Range part_of(int64_t count, int me, int team) { return {count * me / team, count * (me + 1) / team}; }
-
 template <class T> T* row(const q4_view& v, int64_t r) { return static_cast<T*>(v.data) + r * v.stride; }
 
 // Numbers of one row of a prepared matrix as the codec decodes them: each operation is rounded.
@@ -89,7 +82,7 @@ int32_t q4_program::read_indices() {
     return 0;
 }
 
-int32_t q4_program::run(int threads) {
+int32_t q4_program::run(int threads, int64_t rounds) {
     using namespace q4;
     const int32_t me = g_forks.load(std::memory_order_relaxed) + 1;
     int32_t runner = runner_.load();
@@ -99,42 +92,52 @@ int32_t q4_program::run(int threads) {
         threads = is_shared_ ? std::min(threads, threads_) : 1;
         const bool shares = may_share(threads);
         const int64_t start = shares ? now_ns() : 0;
-        if (!shares || g_patience.is_alone(start)) {
+        const bool is_alone = !shares || g_patience.is_alone(start);
+        for (Bound& b : bound_)
+            if (b.sender && b.step.op == Q4_SEND) cut(*b.sender, b.step.outputs[0].columns, is_alone || b.split == Split::ALONE ? 1 : threads);
+        if (is_alone) {
             const FloatMode plain;
-            work(0, 1);
+            work(0, 1, rounds);
         } else {
             barrier_.reset();
-            run_team(threads, [this](int64_t one, int64_t team) {
+            run_team(threads, [this, rounds](int64_t one, int64_t team) {
                 const FloatMode plain;
-                work(static_cast<int>(one), static_cast<int>(team));
+                work(static_cast<int>(one), static_cast<int>(team), rounds);
             });
             // Waiting for a quarter of its own time, of hundreds of barriers, is no imbalance.
             const int64_t end = now_ns(), done = end - barrier_.waited_ns();
             g_patience.judge(done - (done - start) / 4, done, end);
         }
+        if (clock_) *clock_ += rounds;
     }
     runner_.store(0);
     return status;
 }
 
-void q4_program::work(int me, int team) {
+void q4_program::work(int me, int team, int64_t rounds) {
     using namespace q4;
-    for (const Bound& b : bound_) {
-        // Asking for the next tiles here (2, 8 and 16 KiB of them) gave less than 1 %, and was left out.
-        if (b.waits && team > 1) barrier_.wait(me, team);
-        if (b.split != Split::ALONE)
-            perform(b, me, team);
-        else if (me == 0)
-            perform(b, 0, 1);
-    }
+    for (int64_t round = 0; round < rounds; ++round)
+        for (const Bound& b : bound_) {
+            // Asking for the next tiles here (2, 8 and 16 KiB of them) gave less than 1 %, and was left out.
+            if (b.waits && team > 1) barrier_.wait(me, team);
+            if (b.split != Split::ALONE)
+                perform(b, me, team, round);
+            else if (me == 0)
+                perform(b, 0, 1, round);
+        }
     if (team > 1) barrier_.wait(me, team);  // spinning is shorter than what ends a team, and is counted
+}
+
+q4::Range q4_program::part_of_columns(int64_t columns, int me, int team) const {
+    const q4::Range units = q4::part_of(q4::ceil_div(columns, unit_), me, team);
+    return {units.from * unit_, std::min(columns, units.to * unit_)};
 }
 
 void q4_program::linear(q4::Linear& l, int me, int team) {
     using namespace q4;
     Thread& mine = threads_memory_[static_cast<size_t>(me)];
-    const Range tiles = part_of(l.at.tiles, me, team);
     const q4_matrix& m = l.layer.matrix;
+    const Range own = part_of_columns(m.rows, me, team), tiles{own.from / kTileRows, ceil_div(own.to, kTileRows)};
     for (int64_t first = 0; first < l.call.x_rows; first += l.batch) {
         const int64_t count = std::min(l.batch, l.call.x_rows - first);
         const std::vector<Pass>& passes = count == l.batch ? l.passes : l.last;
@@ -162,17 +165,14 @@ void q4_program::linear(q4::Linear& l, int me, int team) {
     }
 }
 
-void q4_program::perform(const q4::Bound& b, int me, int team) {
+void q4_program::perform(const q4::Bound& b, int me, int team, int64_t round) {
     using namespace q4;
     const q4_step& s = b.step;
     const q4_view &x = s.inputs[0], &other = s.inputs[1], &y = s.outputs[0];
     const bool has_columns = split_of(s) == Split::COLUMNS;
     const Range rows = has_columns ? Range{0, y.rows} : part_of(x.rows, me, team);
-    Range columns{0, y.columns};
-    if (has_columns) {
-        const Range tiles = part_of(ceil_div(y.columns, kColumns), me, team);
-        columns = {tiles.from * kColumns, std::min(y.columns, tiles.to * kColumns)};
-    }
+    if (is_spiking(s.op)) return spike(b, me, team, round);
+    const Range columns = has_columns ? part_of_columns(y.columns, me, team) : Range{0, y.columns};
     const int64_t from = columns.from, width = columns.to - columns.from;
     if (b.linear) return linear(*b.linear, me, team);
     if (width <= 0) return;
@@ -232,8 +232,8 @@ void q4_program::perform(const q4::Bound& b, int me, int team) {
     }
 }
 
-extern "C" int32_t q4_cpu_program_run(q4_program* program, int32_t threads) {
-    return program && threads > 0 ? program->run(threads) : -1;
+extern "C" int32_t q4_cpu_program_run(q4_program* program, int32_t threads, int64_t rounds) {
+    return program && threads > 0 && rounds > 0 ? program->run(threads, rounds) : -1;
 }
 
 int64_t q4_program::outlier_rows(int64_t step) const {

@@ -50,12 +50,31 @@ struct Linear {
     }
 };
 
+struct Range {
+    int64_t from, to;
+};
+inline Range part_of(int64_t count, int me, int team) { return {count * me / team, count * (me + 1) / team}; }
+
 struct Access;  // what a step reads or writes
+
+// What a step of SPIKES or SEND needs besides its views.
+struct Sender {
+    q4_layer layer{};
+    std::vector<Place> places;  // of each column of the layer's tiles
+    SpikeKernel kernel = nullptr;
+    q4_synapses synapses{};
+    // Of each source, where the entries of each thread begin, and where the last ones end; and the target before them.
+    std::vector<int64_t> cuts;
+    std::vector<int32_t> targets;
+    int team = 0;  // that the cuts are for
+};
 
 struct Bound {
     q4_step step;
     Split split;
     std::unique_ptr<Linear> linear;
+    std::unique_ptr<Sender> sender;
+    bool ticks = false;  // its clock is the program's
     const int64_t* indices = nullptr;
     int64_t range = 0;      // of the indices
     bool waits = false;     // for all others, before it begins
@@ -66,29 +85,36 @@ struct Thread {
     uint8_t *rows, *exact;  // one row of x
     Panel* panel;
     float *sums, *scores;
+    Spike* spikes;
     uint8_t odd = 0, exact_odd = 0;
 };
 
 }  // namespace q4
 
 struct q4_program {
-    q4_program(const q4_step* steps, int64_t count, int threads, const q4::Kernels& kernels);
-    int32_t run(int threads);
+    q4_program(const q4_step* steps, int64_t count, int threads, int64_t* clock, const q4::Kernels& kernels);
+    int32_t run(int threads, int64_t rounds);
     int64_t outlier_rows(int64_t step) const;
 
   private:
     void assign_splits();
     void link();
-    std::vector<q4::Access> accesses(const q4::Bound& b) const;
+    std::vector<q4::Access> accesses(const q4::Bound& b, int64_t round) const;
     void take_memory();
     int32_t read_indices();
-    void work(int me, int team);
-    void perform(const q4::Bound& b, int me, int team);
+    void cut(q4::Sender& s, int64_t targets, int team);
+    void work(int me, int team, int64_t rounds);
+    void perform(const q4::Bound& b, int me, int team, int64_t round);
+    void spike(const q4::Bound& b, int me, int team, int64_t round);
+    void multiply_spikes(const q4::Bound& b, const uint64_t* bits, q4::Range columns, int me, int64_t row);
+    q4::Range part_of_columns(int64_t columns, int me, int team) const;
     void linear(q4::Linear& l, int me, int team);
 
     const q4::Kernels& kernels_;
     const q4::Operations& do_;
     int threads_;
+    int64_t* clock_;
+    int64_t unit_ = 16;     // columns that one thread has at least: a tile, and a cache line of float32; a word of bits
     bool is_shared_ = false;  // any step is done by more than one thread
     std::vector<q4::Bound> bound_;
     std::vector<int64_t> indices_, numbers_;  // tokens and positions as they were at the start; 0, 1, 2 …

@@ -9,10 +9,12 @@ struct Access {
     q4_view view;
     bool is_write, is_whole, is_alone;  // whole: any thread may touch any of it
     Split split;
+    int64_t slots = 0, slot = 0;  // of a ring, and which of them it is, where only one is touched
 
     // Whether nothing has to happen between this access and a later one.
     bool allows(const Access& later) const {
         if ((!is_write && !later.is_write) || (is_alone && later.is_alone) || !overlap(span, later.span)) return true;
+        if (slots && slots == later.slots && is_same(view, later.view) && (slot - later.slot) % slots) return true;
         return !is_alone && !later.is_alone && !is_whole && !later.is_whole && split == later.split && is_same(view, later.view);
     }
 };
@@ -30,18 +32,40 @@ double cost_ns(const Bound& b) {
     if (s.op == Q4_LINEAR) return size * static_cast<double>(s.outputs[0].columns) / 8.0;
     if (s.op == Q4_EMBEDDING) return static_cast<double>(s.outputs[0].rows * s.outputs[0].columns);
     if (s.op == Q4_ATTENTION) return size * static_cast<double>(s.inputs[1].rows) / 8.0;
+    // Of one source in 100 that fires; and an event takes 4 ns.
+    if (s.op == Q4_SPIKES) return static_cast<double>(s.layer->matrix.rows) * static_cast<double>(s.layer->matrix.columns) * 0.01;
+    if (s.op == Q4_SEND) return static_cast<double>(s.synapses->entries) * 0.01 * 4.0;
     return is_activation(s.op) || s.op >= Q4_SOFTMAX ? size : size / 8.0;
 }
 
 }  // namespace
 }  // namespace q4
 
-q4_program::q4_program(const q4_step* steps, int64_t count, int threads, const q4::Kernels& kernels)
-    : kernels_(kernels), do_(*kernels.operations), threads_(threads), barrier_(threads) {
+q4_program::q4_program(const q4_step* steps, int64_t count, int threads, int64_t* clock, const q4::Kernels& kernels)
+    : kernels_(kernels), do_(*kernels.operations), threads_(threads), clock_(clock), barrier_(threads) {
     using namespace q4;
     bound_.reserve(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) {
         Bound b{steps[i], split_of(steps[i]), nullptr};
+        if (is_spiking(b.step.op)) unit_ = 64;
+        const int ticking = clock_input(b.step);
+        b.ticks = ticking >= 0 && clock && b.step.inputs[ticking].data == clock;
+        if (b.step.op == Q4_SPIKES) {
+            b.sender = std::make_unique<Sender>();
+            Sender& s = *b.sender;
+            s.layer = *b.step.layer;
+            const q4_matrix& m = s.layer.matrix;
+            const Layout at(m);
+            s.kernel = kernels.spikes(m);
+            for (int64_t column = 0; column < m.columns; ++column) s.places.push_back(place_of(m, at, column));
+        }
+        if (b.step.op == Q4_SEND) {
+            b.sender = std::make_unique<Sender>();
+            Sender& s = *b.sender;
+            s.synapses = *b.step.synapses;
+            s.cuts.resize(static_cast<size_t>(s.synapses.sources * (threads + 1)));
+            s.targets.resize(static_cast<size_t>(s.synapses.sources * threads));
+        }
         if (b.step.op == Q4_LINEAR && b.step.layer) b.linear = std::make_unique<Linear>(b.step, kernels, threads);
         if (i && b.linear && bound_.back().linear) b.linear->has_layout = b.linear->takes_layout_of(*bound_.back().linear);
         bound_.push_back(std::move(b));
@@ -50,23 +74,27 @@ q4_program::q4_program(const q4_step* steps, int64_t count, int threads, const q
     take_memory();
 }
 
-std::vector<q4::Access> q4_program::accesses(const q4::Bound& b) const {
+std::vector<q4::Access> q4_program::accesses(const q4::Bound& b, int64_t round) const {
     using namespace q4;
     const q4_step& s = b.step;
     std::vector<Access> out;
     const bool is_alone = b.split == Split::ALONE;
-    const auto add = [&](const q4_view& v, int size, bool is_write, bool is_whole) {
+    const auto add = [&](const q4_view& v, int size, bool is_write, bool is_whole, RingUse ring = {}) {
         out.push_back({Span(v, size), v, is_write, is_whole, is_alone, b.split});
+        if (ring.rows && b.ticks) out.back().slots = v.rows / ring.rows, out.back().slot = round - ring.lag;
     };
     const bool is_product = s.op == Q4_LINEAR || s.op == Q4_EMBEDDING;
     for (int i = 0; i < s.input_count; ++i) {
         if (has_int64_input(s, i)) continue;  // copied before the run
         const bool is_beside = i > 0 && s.op != Q4_ADD && s.op != Q4_MULTIPLY;
         const bool is_norm = s.op == Q4_RMS_NORM || s.op == Q4_LAYER_NORM;
-        add(s.inputs[i], 4, false, is_product || is_beside || (is_norm && b.split == Split::COLUMNS));
+        // All bits are read by each thread; vectors are never written; everything else of neurons is each thread's own.
+        const bool is_whole = is_spiking(s.op) ? s.op == Q4_SPIKES || (s.op == Q4_SEND && i == 0)
+                                               : is_product || is_beside || (is_norm && b.split == Split::COLUMNS);
+        add(s.inputs[i], input_bytes(s, i), false, is_whole, ring_use(s, true, i));
     }
     for (int i = 0; i < s.output_count; ++i)
-        add(s.outputs[i], has_int64_output(s, i) ? 8 : 4, true, s.op == Q4_STORE || s.op == Q4_ARGMAX);
+        add(s.outputs[i], output_bytes(s, i), true, s.op == Q4_STORE || s.op == Q4_ARGMAX, ring_use(s, false, i));
     if (b.linear && b.linear->is_shared()) {  // the rows as laid out, which stand for one byte here
         const q4_view rows{const_cast<Line*>(memory_.data()), 1, 1, 1};
         add(rows, 1, !b.linear->has_layout, true);
@@ -74,18 +102,26 @@ std::vector<q4::Access> q4_program::accesses(const q4::Bound& b) const {
     return out;
 }
 
-// Find before which steps the team must meet.
+// Find before which steps the team must meet. With a clock, rounds follow one another: the second meets what the first did. What
+// is more than a round ago is past a meeting, where there is one.
 void q4_program::link() {
     using namespace q4;
     std::vector<Access> since;
-    for (Bound& b : bound_) {
-        const std::vector<Access> mine = accesses(b);
-        b.waits = false;
-        for (const Access& earlier : since)
-            for (const Access& later : mine) b.waits |= !earlier.allows(later);
-        if (b.waits) since.clear();
-        since.insert(since.end(), mine.begin(), mine.end());
-    }
+    for (Bound& b : bound_) b.waits = false;
+    for (int64_t round = 0; round < (clock_ ? 2 : 1); ++round)
+        for (Bound& b : bound_) {
+            const std::vector<Access> mine = accesses(b, round);
+            for (const Access& earlier : since)
+                for (const Access& later : mine) b.waits |= !earlier.allows(later);
+            if (b.waits) since.clear();
+            since.insert(since.end(), mine.begin(), mine.end());
+        }
+    bool meets = !clock_;
+    for (const Bound& b : bound_) meets = meets || b.waits;
+    for (Access& access : since) access.slots = 0;
+    for (const Access& earlier : since)
+        for (const Access& later : since)
+            if (!meets && !earlier.allows(later)) bound_[0].waits = true;
 }
 
 // Steps between barriers of which none is worth the barrier go to one thread, all in turn.
@@ -117,13 +153,14 @@ void q4_program::assign_splits() {
 void q4_program::take_memory() {
     using namespace q4;
     const auto lines = [](int64_t bytes) { return ceil_div(bytes, 64); };
-    int64_t shared = 0, odd = 0, rows = 0, exact = 0, sums = 0, scores = 0, indices = 0, numbers = 1;
+    int64_t spikes = 0, shared = 0, odd = 0, rows = 0, exact = 0, sums = 0, scores = 0, indices = 0, numbers = 1;
     bool has_panels = false;
     for (const Bound& b : bound_) {
         const q4_step& s = b.step;
         if (s.op == Q4_ATTENTION) scores = std::max(scores, lines(s.inputs[1].rows / static_cast<int64_t>(s.numbers[0]) * 4));
         const Indices at(s);
         if (at.input >= 0) indices += s.inputs[at.input].columns;
+        if (s.op == Q4_SPIKES) spikes = std::max(spikes, lines(b.sender->layer.matrix.columns * static_cast<int64_t>(sizeof(Spike))));
         if (!b.linear) continue;
         const Linear& l = *b.linear;
         const int64_t bytes = std::max(Rows::bytes(l.at, l.call.family, l.batch), Rows::bytes(l.at, l.call.family, 1));
@@ -137,7 +174,7 @@ void q4_program::take_memory() {
         has_panels = true;
         sums = std::max(sums, l.batch);
     }
-    const int64_t each = rows + exact + sums + scores + 1;  // a line between two threads
+    const int64_t each = rows + exact + sums + scores + spikes + 1;  // a line between two threads
     memory_ = std::vector<Line>(static_cast<size_t>(shared + odd + each * threads_ + 1));
     if (has_panels) panels_.resize(static_cast<size_t>(threads_));
     Line* next = memory_.data();
@@ -151,6 +188,7 @@ void q4_program::take_memory() {
         Thread t{};
         t.rows = take(rows), t.exact = take(exact);
         t.sums = reinterpret_cast<float*>(take(sums)), t.scores = reinterpret_cast<float*>(take(scores + 1));
+        t.spikes = reinterpret_cast<Spike*>(take(spikes));
         t.panel = has_panels ? &panels_[static_cast<size_t>(i)] : nullptr;
         threads_memory_.push_back(t);
     }
@@ -165,20 +203,21 @@ void q4_program::take_memory() {
     }
 }
 
-extern "C" int32_t q4_cpu_program_make(const q4_step* steps, int64_t count, int32_t threads, int32_t isa, q4_program** program) {
-    if (!steps || !program || !q4::is_size(count) || threads < 1 || q4_cpu_has_isa(isa) != 1) return -1;
+extern "C" int32_t q4_cpu_program_make(const q4_step* steps, int64_t count, int32_t threads, int32_t isa, int64_t* clock,
+                                       q4_program** program) {
+    if (!steps || !program || (clock && reinterpret_cast<uintptr_t>(clock) % 8) || !q4::is_size(count) || threads < 1 || q4_cpu_has_isa(isa) != 1) return -1;
     for (int64_t i = 0; i < count; ++i) {
         if (!q4::is_sound(steps[i])) return static_cast<int32_t>(i) + 1;
         // What a step gives can't be looked at before the run.
         const q4::Indices at(steps[i]);
         for (int64_t j = 0; at.input >= 0 && j < i; ++j)
             for (int o = 0; o < steps[j].output_count; ++o)
-                if (q4::overlap({steps[j].outputs[o], q4::has_int64_output(steps[j], o) ? 8 : 4}, {steps[i].inputs[at.input], 8}))
+                if (q4::overlap({steps[j].outputs[o], q4::output_bytes(steps[j], o)}, {steps[i].inputs[at.input], 8}))
                     return static_cast<int32_t>(i) + 1;
     }
     q4::watch_forks();
     try {
-        *program = new q4_program(steps, count, q4::team_size(q4::kMostThreads, threads), *q4::kernels_of(isa));
+        *program = new q4_program(steps, count, q4::team_size(q4::kMostThreads, threads), clock, *q4::kernels_of(isa));
     } catch (...) {
         return -2;
     }

@@ -71,13 +71,49 @@ inline Split split_of(const q4_step& s) {
     }
 }
 
+inline bool is_spiking(int32_t op) { return op >= Q4_INTEGRATE && op <= Q4_UNPACK; }
+
+// Which input is the number of the round; -1 for none.
+inline int clock_input(const q4_step& s) {
+    if (!is_spiking(s.op) || s.op == Q4_INTEGRATE) return -1;
+    return s.op == Q4_FIRE ? 3 : 1;
+}
+inline bool has_bits_input(const q4_step& s, int i) {
+    return i == 0 && (s.op == Q4_SPIKES || s.op == Q4_SEND || s.op == Q4_UNPACK);
+}
+inline bool has_bits_output(const q4_step& s, int i) { return s.op == Q4_PACK || (s.op == Q4_FIRE && i == 0); }
+
+// A ring of R rows a slot, of which a step reads or writes one: which rounds before its own; -1 for another view.
+struct RingUse {
+    int64_t rows = 0, lag = 0;
+};
+inline RingUse ring_use(const q4_step& s, bool is_input, int i) {
+    const auto number = [&](int at) { return static_cast<int64_t>(s.numbers[at]); };
+    switch (s.op) {
+    case Q4_FIRE: return !is_input && i == 0 ? RingUse{s.inputs[0].rows, 0} : RingUse{};
+    case Q4_SPIKES:
+    case Q4_ROW:
+    case Q4_UNPACK: return is_input && i == 0 ? RingUse{s.outputs[0].rows, number(0)} : RingUse{};
+    case Q4_SEND: return is_input && i == 0 ? RingUse{number(1), number(0)} : RingUse{};
+    case Q4_TAKE: return (is_input && i == 0) || (!is_input && i == 1) ? RingUse{s.outputs[0].rows, 0} : RingUse{};
+    case Q4_STORE_ROW: return !is_input ? RingUse{s.inputs[0].rows, 0} : RingUse{};
+    case Q4_PACK: return !is_input ? RingUse{s.inputs[0].rows, 0} : RingUse{};
+    default: return {};
+    }
+}
+
 inline bool has_int64_input(const q4_step& s, int i) {
-    return (s.op == Q4_EMBEDDING && i == 0) || (s.op == Q4_ROTARY && i == 2) || (s.op == Q4_STORE && i == 1) ||
+    return i == clock_input(s) || (s.op == Q4_EMBEDDING && i == 0) || (s.op == Q4_ROTARY && i == 2) || (s.op == Q4_STORE && i == 1) ||
            (s.op == Q4_ATTENTION && i == 3);
 }
-inline bool has_int64_output(const q4_step& s, int i) { return s.op == Q4_ARGMAX || (s.op == Q4_TOP_K && i == 1); }
+inline bool has_int64_output(const q4_step& s, int i) { return has_bits_output(s, i) || s.op == Q4_ARGMAX || (s.op == Q4_TOP_K && i == 1); }
 
-// The input of tokens or of a position, or -1, and how many numbers are in range: 0 … range - 1.
+inline int input_bytes(const q4_step& s, int i) { return has_int64_input(s, i) || has_bits_input(s, i) ? 8 : 4; }
+inline int output_bytes(const q4_step& s, int i) { return has_int64_output(s, i) ? 8 : 4; }
+
+constexpr int64_t kMostRounds = int64_t{1} << 62;
+
+// The input of tokens, of a position or of the round, or -1, and how many numbers are in range: 0 … range - 1.
 struct Indices {
     int input = -1;
     int64_t range = 0;
@@ -89,6 +125,7 @@ struct Indices {
         if (s.op == Q4_ROTARY) range = s.inputs[1].rows;
         if (s.op == Q4_STORE) range = s.outputs[0].rows / s.inputs[0].rows;
         if (s.op == Q4_ATTENTION) range = s.inputs[1].rows / static_cast<int64_t>(s.numbers[0]);
+        if (is_spiking(s.op)) range = kMostRounds;
     }
 };
 
@@ -139,10 +176,89 @@ inline bool is_attention(const q4_step& s) {
     return query.rows % kv_heads == 0 && keys.rows % kv_heads == 0 && !std::isnan(s.numbers[1]);
 }
 
+inline bool is_vector(const q4_view& v, int64_t columns) { return v.rows == 1 && (v.columns == 1 || v.columns == columns); }
+inline bool are_bits(const q4_view& v, int64_t rows, int64_t columns) {
+    return v.columns == ceil_div(columns, 64) && rows >= 1 && v.rows % rows == 0;
+}
+
+inline bool is_sound_synapses(const q4_synapses* s) {
+    if (!s || !is_size(s->sources) || !is_size(s->targets) || s->entries < 32 || s->entries % 32 || !s->starts || !s->first || !s->gaps ||
+        !s->delays || !s->codes || !s->levels || (s->gap_bytes != 1 && s->gap_bytes != 2))
+        return false;
+    if (s->starts[0] < 0 || s->starts[s->sources] > s->entries) return false;
+    for (int64_t i = 0; i < s->sources; ++i) {
+        if (s->starts[i + 1] < s->starts[i]) return false;
+        int64_t target = s->first[i];
+        if (target < 0) return false;
+        for (int64_t e = s->starts[i]; e < s->starts[i + 1]; ++e)
+            target += s->gap_bytes == 1 ? static_cast<const uint8_t*>(s->gaps)[e] : static_cast<const uint16_t*>(s->gaps)[e];
+        if (target >= s->targets) return false;
+    }
+    return true;
+}
+
+// Those of spiking networks.
+inline bool has_sound_spikes(const q4_step& s) {
+    const q4_view &x = s.inputs[0], &y = s.outputs[0];
+    const int clock = clock_input(s);
+    if (clock >= 0 && (s.input_count <= clock || !is_shape(s.inputs[clock], 1, 1))) return false;
+    for (int i = 0; i < s.number_count; ++i)
+        if (!is_whole(s.numbers[i], 0, 1 << 30)) return false;
+    const auto number = [&](int at) { return static_cast<int64_t>(s.numbers[at]); };
+    const auto is_like = [](const q4_view& a, const q4_view& b) { return is_shape(a, b.rows, b.columns); };
+    // As many slots as needed for what was some rounds ago to be there.
+    const auto is_ring = [&](const q4_view& ring, int64_t rows, int64_t lag) { return ring.rows % rows == 0 && lag < ring.rows / rows; };
+    switch (s.op) {
+    case Q4_INTEGRATE:
+        if (!(s.input_count >= 3 && s.input_count <= 5 && s.output_count == 1 && s.number_count == 0)) return false;
+        for (int i = 2; i < s.input_count; ++i)
+            if (!is_vector(s.inputs[i], x.columns)) return false;
+        return is_same(x, y) && is_like(s.inputs[1], x);
+    case Q4_FIRE: {
+        const bool waits = s.input_count == 7;
+        if (!has_counts(s, waits ? 7 : 4, waits ? 3 : 2, 2) || s.numbers[0] > 2 || s.numbers[1] > 1) return false;
+        const q4_view& threshold = s.inputs[1];
+        if ((threshold.rows != 1 && threshold.rows != x.rows) || (threshold.columns != 1 && threshold.columns != x.columns)) return false;
+        if (!is_vector(s.inputs[2], x.columns) || !is_same(s.outputs[1], x) || !are_bits(y, x.rows, x.columns)) return false;
+        return !waits || (is_like(s.inputs[4], x) && is_same(s.inputs[4], s.outputs[2]) && is_like(s.inputs[5], x) &&
+                          is_vector(s.inputs[6], x.columns));
+    }
+    case Q4_SPIKES: {
+        if ((!has_counts(s, 2, 1, 1) && !has_counts(s, 3, 1, 1)) || !s.layer) return false;
+        if (s.input_count == 3 && !is_shape(s.inputs[2], 1, y.columns)) return false;
+        const q4_layer& l = *s.layer;
+        if (!is_sound(&l.matrix) || l.matrix.rows != y.columns || !l.tiles || l.inputs.factor) return false;
+        if (l.global_scale && ((l.global_count != 1 && l.global_count != l.matrix.rows) || !is_aligned(l.global_scale, Q4_F32))) return false;
+        return x.columns <= ceil_div(l.matrix.columns, 64) && is_ring(x, y.rows, number(0));
+    }
+    case Q4_SEND:
+        if (!has_counts(s, 3, 1, 2) || number(1) < 1 || !is_sound_synapses(s.synapses) || !is_same(s.inputs[2], y)) return false;
+        if (!are_bits(x, number(1), s.synapses->sources) || !is_ring(x, number(1), number(0)) || y.rows % number(1)) return false;
+        if (y.columns != s.synapses->targets) return false;
+        for (int64_t e = 0; e < s.synapses->entries; ++e)
+            if (s.synapses->delays[e] >= y.rows / number(1)) return false;
+        return true;
+    case Q4_TAKE: return has_counts(s, 2, 2, 0) && is_same(x, s.outputs[1]) && x.columns == y.columns && is_ring(x, y.rows, 0);
+    case Q4_ROW: return has_counts(s, 2, 1, 1) && x.columns == y.columns && is_ring(x, y.rows, number(0));
+    case Q4_STORE_ROW: return has_counts(s, 2, 1, 0) && x.columns == y.columns && is_ring(y, x.rows, 0);
+    case Q4_PACK: return has_counts(s, 2, 2, 0) && are_bits(y, x.rows, x.columns) && are_bits(s.outputs[1], x.rows, x.columns);
+    default: return has_counts(s, 2, 1, 1) && are_bits(x, y.rows, y.columns) && is_ring(x, y.rows, number(0));
+    }
+}
+
+// Which input an output is the same as, where it must be; -1 for none.
+inline int alias_of(const q4_step& s, int output) {
+    if (s.op == Q4_INTEGRATE) return 0;
+    if (s.op == Q4_FIRE) return output == 1 ? 0 : output == 2 ? 4 : -1;
+    if (s.op == Q4_SEND) return 2;
+    return s.op == Q4_TAKE && output == 1 ? 0 : -1;
+}
+
 // Shapes and numbers, once views and counts make sense.
 inline bool has_sound_shapes(const q4_step& s) {
     const q4_view &x = s.inputs[0], &y = s.outputs[0];
     const bool is_like_x = is_shape(y, x.rows, x.columns);
+    if (is_spiking(s.op)) return has_sound_spikes(s);
     switch (s.op) {
     case Q4_EMBEDDING: return is_embedding(s);
     case Q4_LINEAR: return is_linear(s);
@@ -172,20 +288,23 @@ inline bool has_sound_shapes(const q4_step& s) {
 }
 
 inline bool is_sound(const q4_step& s) {
-    if (s.op < Q4_EMBEDDING || s.op > Q4_TOP_K || (s.layer && s.op != Q4_EMBEDDING && s.op != Q4_LINEAR)) return false;
+    if (s.op < Q4_EMBEDDING || s.op > Q4_UNPACK) return false;
+    if ((s.layer && s.op != Q4_EMBEDDING && s.op != Q4_LINEAR && s.op != Q4_SPIKES) || (s.synapses && s.op != Q4_SEND)) return false;
     if (s.input_count < 1 || s.input_count > Q4_MOST_INPUTS || s.output_count < 1 || s.output_count > Q4_MOST_OUTPUTS) return false;
     for (int i = 0; i < s.input_count; ++i)
-        if (!is_view(s.inputs[i], has_int64_input(s, i) ? 8 : 4)) return false;
+        if (!is_view(s.inputs[i], input_bytes(s, i))) return false;
     for (int i = 0; i < s.output_count; ++i)
-        if (!is_view(s.outputs[i], has_int64_output(s, i) ? 8 : 4)) return false;
+        if (!is_view(s.outputs[i], output_bytes(s, i))) return false;
     if (!has_sound_shapes(s)) return false;
-    if (s.op == Q4_TOP_K && overlap({s.outputs[0], 4}, {s.outputs[1], 8})) return false;
-    for (int o = 0; o < s.output_count; ++o)
+    for (int o = 0; o < s.output_count; ++o) {
+        for (int other = 0; other < o; ++other)
+            if (overlap({s.outputs[o], output_bytes(s, o)}, {s.outputs[other], output_bytes(s, other)})) return false;
         for (int i = 0; i < s.input_count; ++i) {
-            if (!overlap({s.outputs[o], has_int64_output(s, o) ? 8 : 4}, {s.inputs[i], has_int64_input(s, i) ? 8 : 4})) continue;
+            if (i == alias_of(s, o) || !overlap({s.outputs[o], output_bytes(s, o)}, {s.inputs[i], input_bytes(s, i)})) continue;
             const bool may = works_in_place(s.op) && (i == 0 || (i == 1 && (s.op == Q4_ADD || s.op == Q4_MULTIPLY)));
             if (!may || !is_same(s.outputs[o], s.inputs[i])) return false;
         }
+    }
     return true;
 }
 

@@ -27,6 +27,14 @@ struct Avx2 {
     static Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
     static Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
     static Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+    // A product that is not fused with what adds it.
+    static Floats rounded(Floats v) {
+        asm("" : "+x"(v));
+        return v;
+    }
+    static uint32_t ones(Floats v) {  // lanes of 1 among lanes of 0, as bits
+        return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ)));
+    }
     static float sum(Floats v) {
         __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
         four = _mm_add_ps(four, _mm_movehl_ps(four, four));

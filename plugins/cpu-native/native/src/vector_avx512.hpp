@@ -28,6 +28,11 @@ struct Avx512 {
     static Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
     static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
     static Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+    static Floats rounded(Floats v) {
+        asm("" : "+v"(v));
+        return v;
+    }
+    static uint32_t ones(Floats v) { return _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ); }
     static float sum(Floats v) { return _mm512_reduce_add_ps(v); }
     static void four_sums(Floats a, Floats b, Floats c, Floats d, float* to) {
         const auto fold = [](Floats v) __attribute__((always_inline)) {

@@ -30,6 +30,14 @@ struct NeonDotprod {
     static Floats sub(Floats a, Floats b) { return vsubq_f32(a, b); }
     static Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
     static Floats div(Floats a, Floats b) { return vdivq_f32(a, b); }
+    static Floats rounded(Floats v) {
+        asm("" : "+w"(v));
+        return v;
+    }
+    static uint32_t ones(Floats v) {
+        const int32x4_t place = {0, 1, 2, 3};
+        return vaddvq_u32(vshlq_u32(vcvtq_u32_f32(v), place));
+    }
     static float sum(Floats v) { return vaddvq_f32(v); }
     static void four_sums(Floats a, Floats b, Floats c, Floats d, float* to) {
         vst1q_f32(to, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from q4_programs import Op
+from q4_programs import Op, SparseWeight
 from q4_programs.ops import WITH_CLOCK
 from q4core import InputError, PrepareError, Reason, ReasonCode
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeRunner"]
 
-_NUMBERS = {op: number for number, op in enumerate(Op) if op not in WITH_CLOCK and op is not Op.INTEGRATE}
+_NUMBERS = {op: number for number, op in enumerate(Op)}
 """The C ABI counts operations in their order."""
 
 
@@ -52,17 +52,15 @@ class NativeRunner:
         self._buffers, self._tensors = (*buffers,), list[torch.Tensor]()
         for step in program.steps:
             self._add(step, buffers, None if step.layer is None else layers[step.layer], families)
-        if failed := self._native.bind(max(torch.get_num_threads(), os.cpu_count() or 1), isa):
-            raise _refusal(
-                program.steps[failed - 1], "views overlap, or a token or position is the output of an earlier step"
-            )
+        clock = 0 if program.clock is None else buffers[program.clock].data_ptr()
+        if failed := self._native.bind(max(torch.get_num_threads(), os.cpu_count() or 1), isa, clock):
+            why = "views overlap, a delay is longer than its ring, or an earlier step writes a token, position or clock"
+            raise _refusal(program.steps[failed - 1], why)
         self._run = self._native.run
 
     def _add(
         self, step: Step, buffers: Sequence[torch.Tensor], layer: BoundLayer | None, families: Mapping[str, int]
     ) -> None:
-        if step.op not in _NUMBERS:
-            raise _refusal(step, "no kernel has this operation")
         views: list[int] = []
         for view in (*step.inputs, *step.outputs):
             buffer = buffers[view.buffer]
@@ -71,10 +69,14 @@ class NativeRunner:
         inputs, numbers = len(step.inputs), [*step.numbers]
         if step.op is Op.LINEAR:
             numbers = numbers or [0.0]
-        matrix, facts = None, (0, 0, 0, False, 0, 0, 0, 0)
-        if layer is not None:
-            meta: TileMeta = layer.prepared.meta
-            call, tensors = meta.call, layer.prepared.tensors
+        matrix, facts, synapses = None, (0, 0, 0, False, 0, 0, 0, 0), list[int]()
+        prepared = None if layer is None else layer.prepared
+        if isinstance(prepared, SparseWeight):
+            synapses = _synapses(prepared)
+            self._tensors += prepared.tensors()
+        elif layer is not None and prepared is not None:
+            meta: TileMeta = prepared.meta
+            call, tensors = meta.call, prepared.tensors
             address = count = 0
             if call.place is not None:
                 scale = tensors[call.place].to(torch.float32)
@@ -88,33 +90,42 @@ class NativeRunner:
                 if not served:
                     raise _refusal(step, f"the layer has no path for {rows} rows")
                 family = families[served[0].path.name]
-                if layer.bias is not None:
-                    views[4:4] = [layer.bias.data_ptr(), 1, call.out_features, call.out_features]
-                    inputs, numbers = 2, [1.0]
-                    self._tensors.append(layer.bias)
-            if call.has_inputs and step.op is not Op.LINEAR:
+                numbers = [float(layer.bias is not None)]
+            if layer.bias is not None and step.op is not Op.EMBEDDING:
+                views[4 * inputs : 4 * inputs] = [layer.bias.data_ptr(), 1, call.out_features, call.out_features]
+                inputs += 1
+                self._tensors.append(layer.bias)
+            if call.has_inputs and step.op is Op.EMBEDDING:
                 raise _refusal(step, "the in-features are stored in another order or scaled")
             inputs_of = call.inputs_of(tensors) if call.has_inputs else (0, 0, 0)
             matrix, facts = call.matrix, (tensors[0].data_ptr(), address, count, call.divides, family, *inputs_of)
-        self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts)
+        self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts, synapses)
 
-    def __call__(self) -> list[int]:
-        """Run every step once, on as many threads as torch has now.
+    def __call__(self, rounds: int = 1) -> list[int]:
+        """Run every step for some rounds, on as many threads as torch has now.
 
         Returns:
-            Of each step, how many rows of x had outliers; empty where none had.
+            Of each step, how many rows of x had outliers in the last round; empty where none had.
 
         Raises:
-            InputError: A token or a position is out of range. Nothing has been written.
+            InputError: A token, a position or the clock is out of range. Nothing has been written.
         """
-        if failed := self._run(torch.get_num_threads()):
+        if failed := self._run(torch.get_num_threads(), rounds):
             step = self._program.steps[failed - 1]
-            view = next(item for item in step.inputs if self._buffers[item.buffer].dtype is torch.int64)
+            view = next(view for view, name in step.patterns() if name[0] == "i")
             value = self._buffers[view.buffer][view.offset : view.offset + view.columns].tolist()
             rule = f"in the range of its {'table' if step.op is Op.EMBEDDING else 'cache'}"
+            rule = f"from 0 to {self._program.limit(step) - 1}" if step.op in WITH_CLOCK else rule
             what = f"program step {failed - 1}, {_label(step)}"
-            raise InputError(what, name="token or position", rule=rule, value=value)
+            raise InputError(what, name="token, position or clock", rule=rule, value=value)
         return self._native.outlier_rows()
+
+
+def _synapses(weight: SparseWeight) -> list[int]:
+    """Return synapses as ``q4_synapses`` of the C ABI."""
+    starts, first, gaps, delays, codes, levels = (tensor.data_ptr() for tensor in weight.tensors())
+    sizes = [weight.sources, weight.targets, weight.steps.numel()]
+    return [*sizes, starts, first, gaps, weight.gaps.element_size(), delays, codes, levels]
 
 
 def _label(step: Step) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from q4_programs import BoundProgram, Op, Program, SparseWeight, Step, View, bind, pack_bits, unpack_bits
 from q4_programs.ops import WORD
+from q4_programs.watch import hook_of
 from q4_snn.emission import Emission, Source
 from q4_snn.projection import coming_of, memory_of
 from q4core.plugin_api import outside_inference
@@ -146,6 +147,8 @@ class PopulationProgram:
         neuron = part.neuron
         if neuron is None:
             emission.refuse("an input is not run")
+        if hook := hook_of(part):
+            emission.refuse(f"it has a hook ({hook})")
         rest = neuron.rest(torch.zeros(self.batch, part.size, device=self.device))
         self.states[name] = rest = tuple(item.contiguous() for item in rest)
         views = [emission.bound(item, kind) for kind, item in zip(neuron.states, rest, strict=True)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import attrs
 import torch
 
-from q4core import InputError, Q4Linear
+from q4core import InputError, Precision, Q4Linear
 from q4core.extension import (
     LayerHandle,
     Record,
@@ -85,8 +85,8 @@ class SpikeProduct:
     """``y = x @ wᵀ + bias`` for an x of 0 and 1, at the cost of the ones where these are rare.
 
     The backend that prepared the layer computes it where it declares spikes and passed the self-probe; up to the share
-    of ones that it states, which is measured in each call. Above that, and where it declares none, the layer's own
-    dense product runs. No gradients are recorded.
+    of ones that it states, which is measured in each call. Above that the layer's own dense product runs, unless it
+    rounds x, which would change bits; and always where the backend declares none. No gradients are recorded.
 
     Args:
         layer: A layer of float32; it may be moved and loaded afterwards.
@@ -198,7 +198,10 @@ class SpikeProduct:
     def _is_sparse(self, rows: int, count: int) -> bool:
         """Return whether a number of ones in a number of rows is low enough for the sparse product."""
         sparse, width = self._sparse, self.layer.in_features
-        return sparse is not None and count <= sparse.spike_limit(rows) * rows * width
+        if sparse is None or count <= sparse.spike_limit(rows) * rows * width:
+            return sparse is not None
+        index = self._handle.segment_index(rows)  # a dense product that rounds x has other bits
+        return index is not None and self._handle.segments[index].path.precision is not Precision.W4A32
 
     def _run_sparse(self, handle: LayerHandle, ones: torch.Tensor) -> torch.Tensor:
         out = torch.empty((len(ones), self.layer.out_features), dtype=torch.float32, device=handle.device)

@@ -8,9 +8,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from q4_programs import ProgramRecord, refuse
+from q4_programs.watch import hook_of
 from q4_snn.engine import PopulationProgram
 from q4_snn.projection import packed_layer
 from q4core import InputError, Q4Error, Q4Linear
@@ -174,13 +174,13 @@ class NetworkRuns:
 
     def _facts(self) -> Hashable:
         """Return what a program depends on besides the addresses of weights."""
-        facts: list[Hashable] = [RemovableHandle.next_id]  # torch counts every hook that anybody registers
+        facts: list[Hashable] = []
         for part in self._graph.populations.values():
             neuron: Any = part.neuron
             kind: Any = type(neuron)
             if neuron is None:
                 continue
-            facts += [kind, neuron.dt, "forward" in vars(neuron)]
+            facts += [kind, neuron.dt, "forward" in vars(neuron), hook_of(part), hook_of(neuron)]
             facts += [getattr(neuron, name, None) for name in ("reset", "threshold_inclusive", "reset_delay")]
             for value in (*neuron._buffers.values(), *neuron._parameters.values()):  # noqa: SLF001  # torch has no other way
                 facts.append(_mark(value))
@@ -190,8 +190,9 @@ class NetworkRuns:
             while synapses is not None:  # a time course, and the projection in it
                 inside = getattr(synapses, "synapses", None)
                 layer = None if inside is None else packed_layer(inside)
-                facts += [id(layer), id(getattr(synapses, "weight", None)), getattr(synapses, "reversal", None)]
-                numbers = getattr(synapses, "tau_syn", None), getattr(inside, "scale", None)
+                facts += [hook_of(synapses), id(layer), id(getattr(synapses, "weight", None))]
+                numbers = getattr(synapses, "reversal", None), getattr(synapses, "tau_syn", None)
+                numbers += (getattr(inside, "scale", None),)
                 facts += [_mark(item) if isinstance(item, torch.Tensor) else item for item in numbers]
                 synapses = getattr(synapses, "inner", None)
         return tuple(facts)
