@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["launch"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # Triton is not annotated
+@triton.jit
 def _nothing(pointer):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # a kernel can't look up annotations
     """Take one argument and leave it alone."""
 

@@ -111,9 +111,9 @@ class Made:
         return LayerHandle(self.layers[0])
 
     @property
-    def linear(self) -> Callable[..., None]:
+    def linear(self) -> Callable[..., object]:
         """The backend's own ``linear``."""
-        call: Callable[..., None] = self.handle.backend.linear
+        call: Callable[..., object] = self.handle.backend.linear
         return call
 
     @property

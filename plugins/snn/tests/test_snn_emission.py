@@ -137,25 +137,6 @@ def test_currents_into_each_neuron(layer: Callable[[], torch.nn.Module], spikes:
         assert torch.equal(found[name], value), name
 
 
-def test_a_program_made_again() -> None:
-    """What is on its way by time courses can't be made from the last spikes, and is left; rings alone are made."""
-    network = make_network("lif", lambda item: ExpSynapses(item, 4e-4) if isinstance(item, Projection) else item)
-    x = spikegen.rate(torch.full((2, SIZE), 0.2), 16, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session:
-        pack_(network, session)
-        graph = network.graph
-        program = PopulationProgram(graph, ["cells", "out"], batch=2, packs=["pixels"])
-        program.values["pixels"][:16] = x
-        program.run(0, 16)
-        before = {name: ring.clone() for name, ring in program.coming.items()}
-        assert all(bool(ring.any()) for ring in before.values())
-        program.coming["cells->cells"].fill_(7.0)
-        program.refill(16)
-    assert {*before} == {"pixels->cells", "cells->cells", "cells->out"}
-    for name, ring in program.coming.items():
-        assert torch.equal(ring, before[name]), name
-
-
 def test_neurons_without_operations() -> None:
     """No operation is an exponential function: AdEx runs in torch, and the reason names population and class."""
     pixels, cells = Population("pixels", 4, spikes=True), Population("cells", 4, AdEx())

@@ -23,7 +23,6 @@ from q4_snn import (
     Projection,
     SparseProjection,
 )
-from q4_snn.engine import PopulationProgram
 from q4_snn.runs import NetworkRuns
 
 if TYPE_CHECKING:
@@ -241,20 +240,3 @@ def test_an_input_of_other_numbers_than_spikes() -> None:
     x[140, 0, 3] = 0.5
     with pytest.raises(q4.InputError, match=r"0 and 1 alone.*0\.5"):
         network(x)
-
-
-@torch.no_grad()
-def test_what_is_on_its_way_is_made_again_from_spikes() -> None:
-    """``refill`` gives the rings of the run, bit for bit."""
-    network = network_of(LIF(10e-3, dt=DT))
-    names = [name for name in network.order if name not in network.inputs]
-    program = PopulationProgram(network.graph, names, batch=2, packs=["pixels"])
-    program.values["pixels"].copy_((torch.rand(64, 2, 70, generator=torch.Generator().manual_seed(2)) < 0.2).float())
-    for chunk in range(3):
-        program.run(64 * chunk, 64)
-    wanted = {name: ring.clone() for name, ring in program.coming.items()}
-    for ring in program.coming.values():
-        ring.fill_(7)
-    program.refill(192)
-    assert wanted.keys() == {"back", "within"}
-    assert all(torch.equal(program.coming[name], ring) for name, ring in wanted.items())

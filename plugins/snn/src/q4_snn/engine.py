@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4_programs import BoundProgram, Op, Program, SparseWeight, Step, View, bind, pack_bits, unpack_bits
+from q4_programs import BoundProgram, Op, Program, SparseWeight, View, bind, pack_bits, unpack_bits
 from q4_programs.ops import WORD
 from q4_programs.watch import hook_of
 from q4_snn.emission import Emission, Source
-from q4_snn.projection import coming_of, memory_of
+from q4_snn.projection import coming_of
 from q4core.plugin_api import outside_inference
 
 if TYPE_CHECKING:
@@ -105,7 +105,6 @@ class PopulationProgram:
         tensors = [rings[index] for index in sorted(rings)]
         label = ", ".join(self.names)
         self.bound: BoundProgram = bind(program, tensors, emission.layers, name=f"populations {label}")
-        self._refill = self._bind_refill()
 
     def _source(self, name: str, outputs: Mapping[str, torch.Tensor]) -> Source:
         """Return the ring of what a population gives, as a view."""
@@ -186,36 +185,6 @@ class PopulationProgram:
         emission.step(Op.STORE_ROW, (value, emission.clock), (emission.bound(found, "record"),))
         return found
 
-    def _bind_refill(self) -> BoundProgram | None:
-        """Return a program that makes what is on its way from spikes alone."""
-        emission, ops = self._emission, {Op.SEND, Op.TAKE}
-        labels = {f"projection {name!r}" for name in self._refilled()}
-        steps = [step for step in emission.steps if step.op in ops and step.label in labels]
-        if not steps:
-            return None
-        needed = sorted({step.layer for step in steps if step.layer is not None})
-        layers = [emission.layers[index] for index in needed]
-        steps = [
-            Step(s.op, s.inputs, s.outputs, None if s.layer is None else needed.index(s.layer), s.numbers, s.label)
-            for s in steps
-        ]
-        used = sorted({view.buffer for step in steps for view in (*step.inputs, *step.outputs)})
-        places = {buffer: place for place, buffer in enumerate(used)}
-
-        def moved(views: Iterable[View]) -> list[View]:
-            return [View(places[v.buffer], v.rows, v.columns, v.offset, v.stride) for v in views]
-
-        steps = [Step(s.op, moved(s.inputs), moved(s.outputs), s.layer, s.numbers, s.label) for s in steps]
-        buffers = [emission.buffers[index] for index in used]
-        program = Program(buffers, steps, [_sizes(item) for item in layers], places[emission.clock.buffer])
-        tensors = [emission.tensors[index] for index in used if index in emission.tensors]
-        return bind(program, tensors, layers, name=f"{self.bound.record.name}, on its way")
-
-    def _refilled(self) -> list[str]:
-        """Return the projections whose ``coming`` follows from the last spikes."""
-        parts = self._graph.projections
-        return [name for name in self.coming if memory_of(parts[name]) is not None]
-
     def run(self, first: int, count: int) -> None:
         """Advance by some steps.
 
@@ -282,22 +251,6 @@ class PopulationProgram:
             for name, items in self.states.items()
             if not all(math.isfinite(float(item.sum())) or bool(item.isfinite().all()) for item in items)
         ]
-
-    def refill(self, first: int) -> None:
-        """Make what is on its way before a step from the spikes of the steps before it, which ``outputs`` holds.
-
-        A projection without ``memory_steps`` has what no last spikes give: its ``coming`` stays as it is.
-
-        Args:
-            first: Number of steps before.
-        """
-        rings = [self.coming[name] for name in self._refilled()]
-        for ring in rings:
-            ring.zero_()
-        if self._refill is not None and first:
-            rounds = min(first, max(len(ring) for ring in rings))
-            self.clock.fill_(first - rounds)
-            self._refill(rounds=rounds)
 
 
 def _sizes(layer: Q4Linear | SparseWeight) -> tuple[int, int]:

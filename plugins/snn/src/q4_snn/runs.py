@@ -191,8 +191,8 @@ class NetworkRuns:
                 inside = getattr(synapses, "synapses", None)
                 layer = None if inside is None else packed_layer(inside)
                 facts += [hook_of(synapses), id(layer), id(getattr(synapses, "weight", None))]
-                numbers = getattr(synapses, "reversal", None), getattr(synapses, "tau_syn", None)
-                numbers += (getattr(inside, "scale", None),)
+                places = ((synapses, "reversal"), (synapses, "tau_syn"), (inside, "scale"))
+                numbers = [getattr(where, name, None) for where, name in places]
                 facts += [_mark(item) if isinstance(item, torch.Tensor) else item for item in numbers]
                 synapses = getattr(synapses, "inner", None)
         return tuple(facts)
