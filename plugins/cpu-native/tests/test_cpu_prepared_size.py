@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import pytest
 import torch
@@ -41,7 +43,9 @@ def test_super_blocks_stay_as_they_are(format_: str, block: int) -> None:
 def test_codes_of_fewer_bits_take_these(format_: str, bits: int, held: float) -> None:
     """Tiles hold codes of 2, 3, 5 and 6 bits in as many, next to float16 scales and offsets of blocks of 32."""
     weight = random_weight(format_, 1024, 1024, block=32)
-    numbers = {"scale": weight.scale.half()} | ({} if weight.offset is None else {"offset": weight.offset.half()})
+    numbers: dict[str, Any] = {"scale": weight.scale.half()}
+    if weight.offset is not None:
+        numbers["offset"] = weight.offset.half()
     codes = torch.randint(0, 1 << bits, (1024, 1024), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     codes += {"q4_0": 8 - (1 << bits - 1), "q8_0": 256 - (1 << bits - 1)}.get(format_, 0)
     weight = attrs.evolve(weight, qdata=q4.pack_codes(codes, weight.packing), **numbers)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SOURCES = 23
 
 
-def draw(targets: int = 50, count: int = 700, sources: int = SOURCES) -> dict[str, torch.Tensor]:
+def draw(targets: int = 50, count: int = 700, sources: int = SOURCES) -> dict[str, Any]:
     """Return random synapses."""
     random = torch.Generator().manual_seed(targets + count)
     return {
@@ -264,4 +264,4 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         ("steps", made.steps[:0]),
     ):
         with pytest.raises(q4.InputError, match="must be"):
-            attrs.evolve(made, **{name: value})
+            attrs.evolve(made, **dict[str, Any]({name: value}))

@@ -32,7 +32,7 @@ class Mortal(LIF):
     path: Path | None = None
     fatal: frozenset[int] = frozenset()
 
-    def forward(self, x: torch.Tensor, mem: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, *state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """Step, or die."""
         if self.path is not None:
             with self.path.open("ab") as file:
@@ -40,7 +40,7 @@ class Mortal(LIF):
                 count = file.tell()
             if count in self.fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return super().forward(x, mem)
+        return super().forward(x, *state)
 
 
 def made(path: Path | None = None, fatal: Sequence[int] = ()) -> Network:

@@ -152,6 +152,7 @@ def test_distance() -> None:
 def test_memory_is_that_of_the_synapses() -> None:
     """Two populations of 200,000, 4 · 10¹⁰ pairs, are joined by some synapses in memory for these."""
     size = 200_000
+    make: Any
     for make in (
         lambda: bernoulli(size, size, 1e-5, generator=seeded()),
         lambda: fixed_in_degree(size, size, 2, generator=seeded(), multapses=False),

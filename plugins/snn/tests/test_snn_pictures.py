@@ -63,6 +63,7 @@ def test_rates_and_membranes() -> None:
 def test_pictures_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of other shapes, samples and neurons that are not there, and a missing matplotlib are typed errors."""
     x: Any = spikes()
+    call: Any
     for call, name in (
         (lambda: plot.raster(x[0, 0]), "values"),
         (lambda: plot.raster(x, sample=2), "sample"),
@@ -85,7 +86,8 @@ def test_measures_by_hand() -> None:
     network = Network([pixels, hidden, out], [Projection(pixels, hidden, bias=True), Projection(hidden, out, delay=2)])
     x = torch.rand(20, 3, 64) * (torch.rand(20, 3, 64) < 0.5)
     with torch.no_grad():
-        first, second = (item.synapses.weight for item in network.projections.values())  # type: ignore[union-attr]
+        projections: list[Any] = [*network.projections.values()]
+        first, second = (item.synapses.weight for item in projections)
         first[:, :8] = 0
         fired = network(x, record=("hidden",))[0]["hidden"]
         macs = sum(int((first[:, k] != 0).sum()) for t, b, k in x.nonzero().tolist())

@@ -215,7 +215,14 @@ def test_refused() -> None:
     one = torch.zeros(1, dtype=torch.int64)
 
     def make(**change: Any) -> PlasticSparseProjection:
-        given = {"source": one, "target": one, "weight": 0.5, "delay": 1, "sources": fires, "targets": fires}
+        given: dict[str, Any] = {
+            "source": one,
+            "target": one,
+            "weight": 0.5,
+            "delay": 1,
+            "sources": fires,
+            "targets": fires,
+        }
         return PlasticSparseProjection(**({**given, "rule": rule, "bounds": (0, 1)} | change))
 
     calls: list[tuple[Any, str]] = [

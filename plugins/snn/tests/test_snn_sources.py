@@ -23,7 +23,7 @@ SOURCES = {
 @pytest.mark.parametrize("kind", SOURCES)
 def test_the_same_spikes_for_any_chunks(kind: str) -> None:
     """Chunks of any length, single steps, and the iterator give the spikes of one call; so does a longer batch."""
-    make = SOURCES[kind]
+    make: Any = SOURCES[kind]
     whole = make(batch=3, seed=7).draw(0, 150)
     assert whole.shape == (150, 3, 70)
     for cuts in ([0, 1, 2, 64, 65, 150], [0, 37, 150], [*range(151)]):

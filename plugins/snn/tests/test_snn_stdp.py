@@ -117,10 +117,10 @@ def test_changes_are_those_of_the_published_rule(*, nearest: bool) -> None:
 
     for sample, n, k in itertools.product(range(2), range(4), range(3)):
         pre, post = sources[:, sample, k], targets[:, sample, n]
-        for step in np.flatnonzero(post):
+        for step in np.flatnonzero(post).tolist():
             r1 = 1.0 if pre[step] and nearest else trace(pre, step, rule.tau_plus) + pre[step]
             expected[n, k] += r1 * (rule.a_plus + rule.a3_plus * trace(post, step, rule.tau_y))
-        for step in np.flatnonzero(pre):
+        for step in np.flatnonzero(pre).tolist():
             o1 = trace(post, step, rule.tau_minus)
             expected[n, k] -= o1 * (rule.a_minus + rule.a3_minus * trace(pre, step, rule.tau_x))
     found = change_of(rule, torch.from_numpy(sources).double(), torch.from_numpy(targets).double())
