@@ -168,7 +168,8 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     a, b = Population("a", 20_000, spikes=True), Population("b", 20_000, LIF(1e-2))
     net = Network([a, b], [SparseProjection(*connectors.one_to_one(a, b), 0.5, 1, sources=a, targets=b)])
     feed = Poisson(20_000, 20.0)
-    net.run(feed, steps=130)
+    with Recorder("b.mem", file=tmp_path / "short.npy") as recorder:
+        net.run(feed, recorders=[recorder], steps=130)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with Recorder("b.mem", file=tmp_path / "mem.npy") as recorder:
         net.run(feed, recorders=[recorder], steps=500)  # 40 MB of input, and as much of output
