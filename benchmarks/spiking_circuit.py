@@ -15,11 +15,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
 import torch
+from torch import nn
 
 from benchmarks.child import settled_bytes
-from q4_snn import LIF, SparseProjection
+from q4_snn import LIF, LayerProjection, Network, Population, SparseProjection
+from q4_snn.engine import CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,20 +63,28 @@ def problem(neurons: int, blocks: Sequence[int]) -> dict[str, Any]:
     return {name: item.numpy() for name, item in found.items()} | {"neurons": neurons, "beta": BETA, "blocks": blocks}
 
 
+def network(synapses: SparseProjection) -> Network:
+    """Return the circuit as a network, whose input is each neuron's own current."""
+    drive = Population("drive", synapses.target_size)
+    cells = Population("cells", synapses.target_size, LIF.from_beta(BETA, reset="value", dt=STEP_S))
+    own = SparseProjection.of(synapses.weight, sources=cells, targets=cells)
+    return Network([drive, cells], [LayerProjection(drive, cells, nn.Identity()), own])
+
+
 def _run(
     synapses: SparseProjection, drive: torch.Tensor, mem: torch.Tensor, blocks: Sequence[int]
 ) -> tuple[torch.Tensor, list[float]]:
-    """Return the spikes [n, 2], step and neuron, and the seconds of each block."""
-    cells = LIF.from_beta(BETA, reset="value", dt=STEP_S)
+    """Return the spikes [n, 2], step and neuron, and the seconds of each block; the program is made before."""
+    made = network(synapses)
+    _, state = made(torch.zeros(CHUNK, 1, len(mem)), record=("cells",))  # at rest, and nothing on its way
+    state = attrs.evolve(state, neurons={"cells": (mem[None],)}, clock=0)
     found, taken, first = [], [], 0
     for count in blocks:
         started = time.perf_counter()
-        for step in range(first, first + count):
-            fired, mem = cells(synapses.advance().add_(drive), mem)
-            spiking = fired.nonzero()[:, 0]
-            synapses.deliver(spiking)
-            found.append(torch.stack((torch.full_like(spiking, step), spiking), 1))
+        spikes, state = made(drive.expand(count, 1, -1), state, record=("cells",))
+        step, _, neuron = spikes["cells"].nonzero(as_tuple=True)
         taken.append(time.perf_counter() - started)
+        found.append(torch.stack((step + first, neuron), 1))
         first += count
     return torch.cat(found), taken
 
