@@ -42,8 +42,9 @@ MOST_BYTES = 1_000 + 16_384 / CHUNK
 """Written in a step there: what fired, as bits, and once a chunk the states."""
 SMALL, LARGE = 1 << 8, 1 << 20
 """Numbers of float32 whose updates show the cost of a message, and that of a byte."""
-NODES, NEURONS, SOURCES, LINK_BYTES_PER_S = 1000, 10_000, 10, 1.25e9
-"""The model's: nodes with a population each, its neurons, how many others each reads; and a link of 10 Gbit/s."""
+NODES, NEURONS, SOURCES, DELAY, LINK_BYTES_PER_S = 1000, 10_000, 10, 15, 1.25e9
+"""The model's: nodes with a population each, its neurons, how many others each reads, the least delay between them in
+steps; and a link of 10 Gbit/s."""
 
 
 @attrs.frozen
@@ -169,14 +170,13 @@ def costs(runtime: str, rounds: int, **options: Any) -> dict[str, Any]:
 
 def model(cost: dict[str, Any], events_per_s: float) -> dict[str, float]:
     """Return seconds for a step on ``NODES`` nodes by each of its bounds; ``docs/actors.md`` has the formulas."""
-    state = 4 * 3 * NEURONS  # membranes, and what was fired in two steps, in float32
-    calls = 6 + 2 * SOURCES  # version, newest; begin, newest, end; wait and newest of each source; the driver's wait
+    state = 4 * NEURONS + DELAY * NEURONS / 8  # membranes, and the last rows of bits
+    calls = 2 / DELAY + 7 / CHUNK  # publish and wait; then wait, write (3), publish, and the driver's wait and publish
     return {
         "hub_calls_s": NODES * calls / cost["hub_calls_per_s"],
-        "hub_link_s": NODES * (2 + SOURCES) * state / LINK_BYTES_PER_S,
-        "node_link_s": SOURCES * state / LINK_BYTES_PER_S,
-        "node_link_of_bits_s": SOURCES * NEURONS / 8 / LINK_BYTES_PER_S,
-        "latency_s": cost["small_us"]["median"] / 1e6,
+        "hub_link_s": NODES * state / CHUNK / LINK_BYTES_PER_S,
+        "node_link_s": SOURCES * NEURONS / 8 / LINK_BYTES_PER_S,
+        "latency_s": cost["small_us"]["median"] / 1e6 / DELAY,
         "compute_s": RATE * SOURCES * NEURONS**2 / events_per_s,
     }
 

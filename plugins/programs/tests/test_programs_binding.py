@@ -297,7 +297,7 @@ def test_numbers_out_of_range() -> None:
     for token in (5, -1):
         tokens[1] = token
         out.zero_()
-        with pytest.raises(q4.InputError, match="step 0, embedding tokens: token or position must be"):
+        with pytest.raises(q4.InputError, match="step 0, embedding tokens: token, position or clock must be"):
             bound()
         assert not out.any()
 

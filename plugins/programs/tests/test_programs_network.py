@@ -243,7 +243,7 @@ def test_memory_that_moved_is_an_error() -> None:
 def test_a_token_out_of_range() -> None:
     """A token that is no row is refused."""
     program = make_program(nn.Embedding(9, 4).eval(), torch.tensor([1, 2]))
-    with torch.no_grad(), pytest.raises(q4.InputError, match="token or position must be"):
+    with torch.no_grad(), pytest.raises(q4.InputError, match="token, position or clock must be"):
         program(torch.tensor([1, 9]))
 
 
