@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -95,14 +96,15 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
 def test_logits(name: str) -> None:
-    """Logits of random tokens are transformers' own to float32 rounding, and so are those through a cache."""
+    """Logits of random tokens differ from float64 at most twice as much as transformers' own float32, and with a cache."""
     theirs, ours, _ = pair(name)
     tokens = torch.randint(0, 97, (2, 40))
     if name == "llama-dynamic":
         tokens = tokens[:, :32]  # a longer sequence turns all its tokens otherwise
     with torch.no_grad():
         expected = theirs(tokens).logits
-        assert error(ours(tokens), expected) < 1e-6
+        exact = copy.deepcopy(theirs).double()(tokens).logits
+        assert error(ours(tokens), exact) < max(1e-6, 2 * error(expected, exact))
         if name == "phi3-long":  # as theirs, a cache keeps keys that were turned for a short sequence
             return
         cache = ours.make_cache(tokens.shape[1], 2)

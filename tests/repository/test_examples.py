@@ -135,5 +135,5 @@ def test_a_small_microcircuit_fires(tmp_path: Path) -> None:
     assert len(rates) == 8
     assert all(0 < rate < 20 for rate in rates.values())
     assert all(rates[f"{layer}I"] > rates[f"{layer}E"] for layer in ("L2/3", "L4", "L6"))
-    assert re.search(r"767 neurons, \d+ synapses of 3\.\d+ bytes", done.stdout)
+    assert re.search(r"767 neurons, \d+ synapses of 2\.\d+ bytes", done.stdout)
     assert image.imread(tmp_path / "raster.png").shape == (600, 1440, 4)
