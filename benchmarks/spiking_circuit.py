@@ -23,6 +23,7 @@ from torch import nn
 from benchmarks.child import settled_bytes
 from q4_snn import LIF, LayerProjection, Network, Population, SparseProjection
 from q4_snn.engine import CHUNK
+from q4_snn.recorders import events_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,9 +83,9 @@ def _run(
     for count in blocks:
         started = time.perf_counter()
         spikes, state = made(drive.expand(count, 1, -1), state, record=("cells",))
-        step, _, neuron = spikes["cells"].nonzero(as_tuple=True)
+        events = events_of(spikes["cells"])
         taken.append(time.perf_counter() - started)
-        found.append(torch.stack((step + first, neuron), 1))
+        found.append(events[:, ::2] + torch.tensor([first, 0]))
         first += count
     return torch.cat(found), taken
 

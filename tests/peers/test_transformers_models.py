@@ -96,7 +96,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
 def test_logits(name: str) -> None:
-    """Logits of random tokens differ from float64 at most twice as much as transformers' own float32, and with a cache."""
+    """Logits of random tokens differ from float64 at most twice as much as transformers' own float32 does."""
     theirs, ours, _ = pair(name)
     tokens = torch.randint(0, 97, (2, 40))
     if name == "llama-dynamic":

@@ -26,6 +26,7 @@ from q4_snn import (
     SparseProjection,
     connectors,
 )
+from q4_snn.recorders import events_of
 from q4core import CheckpointError, ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -169,12 +170,12 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     net = Network([a, b], [SparseProjection(*connectors.one_to_one(a, b), 0.5, 1, sources=a, targets=b)])
     feed = Poisson(20_000, 20.0)
     with Recorder("b.mem", file=tmp_path / "short.npy") as recorder:
-        net.run(feed, recorders=[recorder], steps=130)
+        net.run(feed, recorders=[recorder], steps=300, chunk=64)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with Recorder("b.mem", file=tmp_path / "mem.npy") as recorder:
-        net.run(feed, recorders=[recorder], steps=500)  # 40 MB of input, and as much of output
+        net.run(feed, recorders=[recorder], steps=1000, chunk=64)  # 80 MB of input, and as much of output
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KB
-    assert np.load(tmp_path / "mem.npy", mmap_mode="r").shape == (500, 1, 20_000)
+    assert np.load(tmp_path / "mem.npy", mmap_mode="r").shape == (1000, 1, 20_000)
 
 
 def test_nothing_after_a_membrane_that_is_not_finite() -> None:
@@ -227,3 +228,13 @@ def test_runs_that_cannot_be() -> None:
     one.run(iter(x), recorders=[recorder])
     with pytest.raises(InputError, match="value must be rows of"):
         one.run(itertools.repeat(x[0, :1], 3), recorders=[recorder])
+
+
+@pytest.mark.parametrize("shape", [(7, 2, 33), (1, 1, 5), (40, 1, 64), (3, 1, 0)])
+def test_events_are_where_numbers_are(shape: tuple[int, int, int]) -> None:
+    """Rows are those of ``nonzero``, for any dtype, for views, and for a zero with a sign."""
+    spikes = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.1).float()
+    if spikes.numel():
+        spikes[0, 0, 0] = -0.0
+    for given in (spikes, spikes.double(), spikes.half(), spikes[1:], spikes.transpose(0, 1), spikes[..., ::2]):
+        assert torch.equal(events_of(given), given.nonzero())

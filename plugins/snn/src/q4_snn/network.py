@@ -272,7 +272,7 @@ class Network(nn.Module):
         *,
         recorders: Sequence[Recorder] = (),
         steps: int | None = None,
-        chunk: int = 64,
+        chunk: int = 256,
     ) -> NetworkState | None:
         """Run over steps that come one by one, with memory for some steps alone; to the same bits as ``forward``.
 
