@@ -104,7 +104,8 @@ def test_logits(name: str) -> None:
     with torch.no_grad():
         expected = theirs(tokens).logits
         exact = copy.deepcopy(theirs).double()(tokens).logits
-        assert error(ours(tokens), exact) < max(1e-6, 2 * error(expected, exact))
+        own = error(expected, exact)  # theirs alone is up to 1.05e-6, which no limit of 1e-6 between two float32 allows
+        assert error(ours(tokens), exact) < max(1e-6, 2 * own)
         if name == "phi3-long":  # as theirs, a cache keeps keys that were turned for a short sequence
             return
         cache = ours.make_cache(tokens.shape[1], 2)

@@ -32,7 +32,7 @@ _PIECE = 16
 def events_of(spikes: torch.Tensor) -> torch.Tensor:
     """Return where spikes are, as rows (step, sample, neuron), int64 [count, 3], in that order.
 
-    As ``spikes.nonzero()``, in a sixth of its time where few of many fire.
+    As ``spikes.nonzero()``, which looks at every number twice: here at those alone that lie near a spike.
 
     Args:
         spikes: [T, B, n], of any dtype.

@@ -17,7 +17,7 @@ __all__ = ["OffsetRMSNorm", "RMSNorm"]
 
 
 class RMSNorm(nn.RMSNorm):
-    """``x / sqrt(mean(x²) + eps) * weight`` in half of the time that torch's own takes on a CPU.
+    """``x / sqrt(mean(x²) + eps) * weight``, by the norm of each row.
 
     The mean is that of the row's norm, which is one pass; torch's own squares, sums and divides tensors of x's size.
 

@@ -271,7 +271,7 @@ class RotaryEmbedding(nn.Module):
             turned = torch.view_as_real(torch.view_as_complex(turned.unflatten(-1, (-1, 2))) * angles).flatten(-2)
         else:
             first, second = turned.chunk(2, -1)
-            cos, sin = angles.real.contiguous(), angles.imag.contiguous()  # next to each other: half of the time
+            cos, sin = angles.real.contiguous(), angles.imag.contiguous()  # next to each other, which is faster to read
             turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
         turned = turned.to(x.dtype)
         return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
