@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".cpp", ".c", ".h", ".hpp", ".cu", ".cuh"}
 NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
-    "q4core": 11_730,
+    "q4core": 12_030,
     "plugins/actors": 7_400,
-    "plugins/cli": 3_270,
+    "plugins/cli": 3_290,
     "plugins/cpu-native": None,
     "plugins/dequant-fallback": None,
     "plugins/dialects": None,

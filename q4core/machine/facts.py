@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from pathlib import Path
@@ -79,6 +80,17 @@ def _cuda_devices() -> tuple[CudaDevice, ...]:
         )
         for index, item in enumerate(found)
     )
+
+
+def processor_facts() -> dict[str, str]:
+    """Return what numbers may depend on besides code: the processor, its microcode, and all features by their hash."""
+    info = _from_proc("cpuinfo")
+    flags = " ".join(sorted((info.get("flags") or info.get("Features") or "").split()))
+    return {
+        "processor": info.get("model name", platform.processor() or platform.machine()),
+        "microcode": info.get("microcode", ""),
+        "features": hashlib.sha256(flags.encode()).hexdigest()[:16],
+    }
 
 
 def machine_facts() -> MachineFacts:

@@ -19,11 +19,13 @@ from q4core.diagnostics.describe_exception import describe_exception
 from q4core.diagnostics.events import emit, muted, note_fault, parse_log, warn_once
 from q4core.errors import PLUGIN_FAULTS, closest_name, counted
 from q4core.formats import FLOATS, cat_stored
+from q4core.machine.cache_folder import cache_folder
 from q4core.machine.torch_state import is_plain_call, on_device, outside_inference
 from q4core.plugins.discovery import HOOKS, names_of_plugins, plugin_of_command
 from q4core.schema import MARKER as DIALECT_KEY
 from q4core.schema import dialect_of, find_dialect
 from q4core.selection.cache import resolve_device
+from q4core.selection.proofs import Proofs
 from q4core.selection.result import emit_selection
 
 __all__ = [
@@ -31,7 +33,9 @@ __all__ = [
     "FLOATS",
     "HOOKS",
     "PLUGIN_FAULTS",
+    "Proofs",
     "Staging",
+    "cache_folder",
     "cat_stored",
     "closest_name",
     "counted",

@@ -68,6 +68,11 @@ class Registry:
         self.selections: dict[Hashable, Any] = {}
         """Warm answers of the dispatcher over these plugins."""
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether the plugins are those of the installed distributions, and no objects that were given."""
+        return self._given is None
+
     def _load(self) -> pluggy.PluginManager:
         with self._lock:
             if self._manager is None:

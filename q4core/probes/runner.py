@@ -162,7 +162,7 @@ def prove_imported(results: ProbeResults, selection: Selection, backend: Backend
     for request, segment in parts:
         path, rows = segment.path, row_counts(segment.path, segment.m)[:1]
         known = results.result(backend.name, path, request, rows)
-        if known is None:
+        if known is None or known.is_remembered:  # nobody has read these tensors yet
             # An input gradient sums over all out-features, and blocks that run across rows are exported whole.
             is_whole = request is not asked or Feature.FLAT_BLOCKS in request.features
             columns = None if is_whole else _few(request.out_features, request.in_features)

@@ -13,6 +13,7 @@ import attrs
 from q4core.backend import Request
 from q4core.diagnostics.events import emit, warn_once
 from q4core.errors import Q4ProbeWarning
+from q4core.selection.proofs import Proofs
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
@@ -35,15 +36,22 @@ class ProbeResult:
     worst_ratio: float
     """Largest error divided by its bound; at most 1 when right."""
     microseconds: float
+    is_remembered: bool = False
+    """Whether another process has shown it, on this machine and with the same build."""
 
 
 class ProbeResults:
     """The results of self-probes in this process, the backends that are barred, and the refusals to prepare.
 
     Results are stored by all that a path's code may depend on. A path of None stands for the backend's ``export``.
+
+    Args:
+        proofs: Where paths that were right on this machine's CPU are remembered for the next process; None: nowhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, proofs: Proofs | None = None) -> None:
+        self._proofs = proofs
+        self._recalled: set[Hashable] = set()
         self._shown: dict[Hashable, tuple[ProbeResult, frozenset[int]]] = {}
         self._refusals: dict[Hashable, tuple[Reason, ...]] = {}
         self._barred: dict[str, Reason] = {}
@@ -59,11 +67,24 @@ class ProbeResults:
         self, backend: str, path: KernelPath | None, request: Request, result: ProbeResult, rows: Iterable[int] = ()
     ) -> None:
         """Store a result, with the numbers of rows it was found for, and report it; a path once wrong stays so."""
-        key = self.key(backend, path, request)
+        key, rows = self.key(backend, path, request), frozenset(rows)
         with self._lock:
             known, seen = self._shown.get(key, (result, frozenset[int]()))
-            self._shown[key] = (result if known.fault is None else known, seen.union(rows))
+            self._shown[key] = (result if known.fault is None else known, seen | rows)
             self.generation += 1
+        is_news = not known.is_remembered or not rows <= seen
+        if (
+            self._proofs is not None
+            and is_news
+            and known.fault is result.fault is None
+            and request.device.type == "cpu"
+        ):
+            what = f"{_label(path, request)}, {request.op} of {request.format.name}"
+            self._proofs.add(backend, key, rows, what)
+        self._report(backend, path, request, result)
+
+    @staticmethod
+    def _report(backend: str, path: KernelPath | None, request: Request, result: ProbeResult) -> None:
         emit(
             "q4.probe",
             level=logging.DEBUG if result.fault is None else logging.ERROR,
@@ -73,6 +94,7 @@ class ProbeResults:
             format=request.format.name,
             device=str(request.device),
             passed=result.fault is None,
+            remembered=result.is_remembered,
             worst_ratio=result.worst_ratio,
             microseconds=round(result.microseconds),
             fault=None if result.fault is None else result.fault.message,
@@ -100,9 +122,25 @@ class ProbeResults:
         self, backend: str, path: KernelPath | None, request: Request, rows: Iterable[int] = ()
     ) -> ProbeResult | None:
         """Return what a probe showed, or None where none has run, or the path passed it for fewer numbers of rows."""
-        result, seen = self._shown.get(self.key(backend, path, request), (None, frozenset[int]()))
+        key = self.key(backend, path, request)
+        if self._proofs is not None and key not in self._recalled and request.device.type == "cpu":
+            self._recall(self._proofs, backend, path, request)
+        result, seen = self._shown.get(key, (None, frozenset[int]()))
         # A narrow range proves nothing about a wide one.
         return result if result is None or result.fault is not None or seen.issuperset(rows) else None
+
+    def _recall(self, proofs: Proofs, backend: str, path: KernelPath | None, request: Request) -> None:
+        """Take over what another process has proven."""
+        key = self.key(backend, path, request)
+        self._recalled.add(key)
+        rows = proofs.rows(backend, key)
+        if rows is None:
+            return
+        result = ProbeResult(None, 0.0, 0.0, is_remembered=True)
+        with self._lock:
+            known, seen = self._shown.get(key, (result, frozenset[int]()))
+            self._shown[key] = known, seen | rows
+        self._report(backend, path, request, result)
 
     def disqualified(self, backend: str, path: KernelPath, request: Request) -> Reason | None:
         """Return why a path may not run on this machine, or None."""
@@ -153,5 +191,6 @@ def probe_results(registry: Registry) -> ProbeResults:
     results = _results.get(registry)
     if results is None:
         with _lock:
-            results = _results.setdefault(registry, ProbeResults())
+            proofs = Proofs.here(registry) if registry.is_installed else None
+            results = _results.setdefault(registry, ProbeResults(proofs))
     return results

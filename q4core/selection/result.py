@@ -58,7 +58,7 @@ class Selection:
         disqualified: Why paths of the winner that it offers may not run; empty when all may.
         gradients: Which of the winner's input gradients serves which range of M; empty where the core computes them.
         gradients_refused: Why input gradients of the winner may not run, or all are left to the core.
-        proven: Whether every path of the selection has passed its self-probe in this process.
+        proven: Whether every path of the selection has passed its self-probe on this machine, by this build.
     """
 
     request: Request

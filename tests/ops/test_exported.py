@@ -55,7 +55,12 @@ def _run(program: str, *arguments: object, **environment: str) -> str:
     command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("Q4_")}
     done = subprocess.run(
-        command, env={**kept, **environment}, capture_output=True, text=True, timeout=scaled(500), check=False
+        command,
+        env={**kept, "Q4_CACHE": "off", **environment},
+        capture_output=True,
+        text=True,
+        timeout=scaled(500),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return (done.stdout.splitlines() or [""])[-1]

@@ -43,7 +43,9 @@ def say(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0)
 def process(*arguments: object, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
     environment = {
-        name: text for name, text in os.environ.items() if not name.startswith("Q4_") or name == "Q4_CPU_ISA"
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith("Q4_") or name in {"Q4_CPU_ISA", "Q4_CACHE"}
     }
     given = dict(variables or {})
     path = os.pathsep.join(filter(None, [str(ROOT), given.pop("PYTHONPATH", ""), environment.get("PYTHONPATH", "")]))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
 import q4core as q4
-from tests.support.commands import MODEL, NF4, answer, say
+from tests.support.commands import MODEL, NF4, answer, process, say
 from tests.support.fakes import FakeBackend, registry
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 
@@ -37,6 +35,22 @@ def test_explain_proves_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     record = answer(capsys, "explain", MODEL, "--prove", "--m", "1:4")
     assert record["m"] == [1, 4]
     assert all(item["proven"] for item in record["layers"])
+
+
+def test_proofs_are_remembered_listed_and_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second command needs no probe, ``doctor --proofs`` lists what it relies on, and ``--prove`` proves again."""
+    monkeypatch.setenv("Q4_CACHE", str(tmp_path))
+    shown = []
+    for words in (["explain", NF4, "--prove"], ["explain", NF4], ["doctor", "--proofs"], ["explain", NF4, "--prove"]):
+        run = process(*words, "--json")
+        assert run.returncode == 0, run.stderr
+        shown.append(json.loads(run.stdout))
+    first, second, doctor, _ = shown
+    assert all(item["proven"] for item in first["layers"] + second["layers"])
+    (file,) = doctor["proofs"]
+    assert (file["backend"], file["is_current"], file["damaged"]) == (first["layers"][0]["backend"], True, 0)
+    assert file["count"] >= 1
+    assert Path(file["path"]).stat().st_mtime > file["written"]  # written again
 
 
 @pytest.mark.usefixtures("reference_alone")

@@ -138,7 +138,7 @@ print(json.dumps({
 @check("bare")
 def _check_bare(_case: Case, _subject: object) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("Q4_")}
-    environment |= {"Q4_PLUGINS": "dequant-fallback", "Q4_DISABLE_PLUGINS": "quantize"}
+    environment |= {"Q4_PLUGINS": "dequant-fallback", "Q4_DISABLE_PLUGINS": "quantize", "Q4_CACHE": "off"}
     if "q4_dequant_fallback" in os.environ.get("Q4_PLUGIN_MODULES", ""):
         environment["Q4_PLUGIN_MODULES"] = "q4_dequant_fallback"
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -40,18 +40,20 @@ def lent(backend: Backend) -> Iterator[None]:
     if is_installed(backend):
         yield
         return
-    before = os.environ.get(_VARIABLE)
+    before = {name: os.environ.get(name) for name in (_VARIABLE, "Q4_CACHE")}
     _lent.append(backend)
-    os.environ[_VARIABLE] = ",".join(filter(None, (before, _MODULE)))
+    os.environ[_VARIABLE] = ",".join(filter(None, (before[_VARIABLE], _MODULE)))
+    os.environ["Q4_CACHE"] = "off"  # its proofs are its own: the next backend of the name may be another one
     reset_registry()
     try:
         yield
     finally:
         _lent.remove(backend)
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
+        for name, text in before.items():
+            if text is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = text
         reset_registry()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
@@ -15,7 +16,7 @@ from q4_cli.doctor_report import environment_facts, survey_backends, unknown_for
 from q4_cli.output import bytes_text, open_output, say, say_path
 from q4_cli.trial import shut_out, try_plugins
 from q4core.memory import availability
-from q4core.plugin_api import resolve_device
+from q4core.plugin_api import Proofs, resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ def doctor(
     device: options.Device = None,
     dtype: options.Dtype = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 when a plugin is broken.")] = False,
+    proofs: Annotated[bool, typer.Option("--proofs", help="List the proofs that are remembered on disk.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Show what is installed, what this machine has, and what each backend can do with each format here."""
@@ -82,6 +84,8 @@ def doctor(
             "verdicts": verdicts,
             "environment": variables,
         }
+        stored = Proofs.here(registry) if proofs else None
+        record["proofs"] = [] if stored is None else stored.files()
         # Last, after every hook was called.
         plugins = [
             attrs.evolve(item, state="failed", errors=[hung[item.name]]) if item.name in hung else item
@@ -99,6 +103,8 @@ def _show(console: Console, record: Mapping[str, Any], problems: Iterable[str]) 
     _show_lines(console, "Machine", _machine_lines(record["machine"]))
     _show_plugins(console, record)
     _show_verdicts(console, record)
+    if record["proofs"]:
+        _show_lines(console, "Proofs", _proof_lines(record["proofs"]))
     if record["environment"]:
         _show_lines(console, "Environment", record["environment"].items())
     for problem in problems:
@@ -156,6 +162,14 @@ def _show_plugins(console: Console, record: Mapping[str, Any]) -> None:
     for item in record["memory"]:
         word = "unified memory" if item["is_available"] else "no unified memory"
         say(console, f"{word} for {item['device']}: {item['reason']}", label=f"  {item['provider']:<{_LABEL}}  ")
+
+
+def _proof_lines(files: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for item in files:
+        day = dt.datetime.fromtimestamp(item["written"], tz=dt.timezone.utc).date()
+        use = "in use" if item["is_current"] else "of another build, machine or setting"
+        damaged = f", {item['damaged']} damaged lines" if item["damaged"] else ""
+        yield item["backend"], f"{item['count']} kinds{damaged}, {use}, last on {day}: {item['path']}"
 
 
 def _show_verdicts(console: Console, record: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from q4_cli import options
 from q4_cli.failure import CANT_SERVE, describe
 from q4_cli.files import open_file
 from q4_cli.output import NO_LAYER, natural_key, open_output, say, say_path, say_unread, unread_types
-from q4core.plugin_api import counted, emit, emit_selection
+from q4core.plugin_api import Proofs, counted, emit, emit_selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +35,7 @@ def explain(  # noqa: PLR0913  # one argument per option
     precision: options.Precision = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="Ask for gradients to the input too.")] = False,
     prove: Annotated[
-        bool, typer.Option("--prove", help="Prepare one layer of each kind, so that its paths prove themselves.")
+        bool, typer.Option("--prove", help="Prepare one layer of each kind, so that its paths prove themselves anew.")
     ] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Repeat equal answers, layer by layer.")] = False,
     dialect: options.Dialect = None,
@@ -54,6 +54,8 @@ def explain(  # noqa: PLR0913  # one argument per option
         dtype=dtype,
         gradients=gradients or None,
     )
+    if prove and (remembered := Proofs.here(q4.default_registry())):
+        remembered.forget()
     with open_output(as_json=as_json) as output, open_file(file, dialect=dialect) as checkpoint:
         with output.progress("asking", len(checkpoint)) as step:
             layers, refusal = _explain_layers(checkpoint, config, rows, prove=prove, step=step)

@@ -10,16 +10,17 @@ import os
 import re
 import stat
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from q4_lm.prepared.container import TEMPORARY, Container, lock, write_container
 from q4core import ConfigError
+from q4core.plugin_api import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     import torch
 
@@ -46,19 +47,11 @@ def open_store(cache: str | os.PathLike[str] = "auto") -> Store | None:
     given = os.fspath(cache) if isinstance(cache, (str, os.PathLike)) else ""
     if not given or "\0" in given:
         raise ConfigError("cache", name="cache", rule="'auto', 'off' or a folder", value=cache)
-    if given == "auto":
-        given = os.environ.get("Q4_CACHE") or "auto"
-    if given == "off":
+    folder = cache_folder(given)
+    if folder is None:
         return None
     given_limit = os.environ.get("Q4_CACHE_LIMIT")
-    limit = parse_size("Q4_CACHE_LIMIT", given_limit) if given_limit else _LIMIT_BYTES
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")  # noqa: PTH118  # expanded below
-    try:
-        return Store(Path(given).expanduser() if given != "auto" else Path(home).expanduser() / "q4core", limit)
-    except RuntimeError:  # neither HOME nor an entry of this user, as in containers
-        if given == "auto":
-            return None
-        raise ConfigError("cache", name="cache", rule="a folder; '~' is unknown here", value=given) from None
+    return Store(folder, parse_size("Q4_CACHE_LIMIT", given_limit) if given_limit else _LIMIT_BYTES)
 
 
 def parse_size(name: str, text: str) -> int:
