@@ -1,6 +1,7 @@
 """The microcircuit in NEST: run by a Python that has it, with the parameters of ``examples/microcircuit.py``.
 
-``PYTHON nest_microcircuit.py PARAMETERS.json SPIKES.npy`` prints JSON; it imports nothing of this repository.
+``PYTHON -m benchmarks.nest_microcircuit --child PARAMETERS.json SPIKES.npy`` prints JSON; it imports nothing else of
+this repository.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ def build(facts: dict[str, Any]) -> tuple[list[Any], Any, dict[str, float]]:
 
 def main() -> None:
     """Build, run, write the spikes and print times and bytes."""
-    facts = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    facts = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     populations, recorder, costs = build(facts)
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     nest.Simulate(facts["seconds"] * 1e3)
-    took = time.perf_counter() - start
+    took, busy = time.perf_counter() - start, time.process_time() - busy
     held = resident_bytes() - costs["before"]
     first = np.cumsum([0, *facts["sizes"]])
     ids = np.concatenate([np.asarray(item.tolist()) for item in populations])
@@ -70,10 +71,11 @@ def main() -> None:
     place[ids] = np.arange(first[-1])
     events = recorder.events
     steps = np.rint(np.asarray(events["times"]) / facts["step"]).astype(np.int64) - 1
-    np.save(sys.argv[2], np.stack([steps, place[events["senders"]]], 1))
+    np.save(sys.argv[3], np.stack([steps, place[events["senders"]]], 1))
     synapses = sum(map(sum, facts["counts"]))
     print(json.dumps({
-        "version": nest.__version__, "seconds": took, "build_s": costs["build_s"], "bytes_per_synapse": held / synapses,
+        "version": nest.__version__, "seconds": took, "cpu_s": busy, "build_s": costs["build_s"],
+        "bytes_per_synapse": held / synapses,
     }))  # fmt: skip
 
 

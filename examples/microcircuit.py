@@ -1,10 +1,11 @@
-"""The cortical microcircuit of Potjans and Diesmann (2014): eight populations, synapses of four bits, event by event.
+"""The cortical microcircuit of Potjans and Diesmann (2014): eight populations, synapses of four bits.
 
     python examples/microcircuit.py [--scale 0.1] [--seconds 2] [--picture microcircuit.png]
 
 Numbers of neurons and in-degrees are scaled alike. Weights grow by the root of what in-degrees lose, and a constant
 current makes up for the mean input, so that mean and variance of the input stay (van Albada et al. 2015). Neurons
-integrate exactly, in steps of 0.1 ms; each also gets Poisson input from outside.
+integrate exactly, in steps of 0.1 ms; each also gets Poisson input from outside. Times are those of NEST's
+``iaf_psc_exp``, where a spike acts in the step after the one in which it arrives.
 
 The picture needs matplotlib: pip install "q4core[examples]"
 """
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from q4_snn import SparseProjection
+from q4_snn import CubaLIF, LayerProjection, Network, PoissonInput, Population, Recorder, SparseProjection
 
 NAMES = ("L2/3E", "L2/3I", "L4E", "L4I", "L5E", "L5I", "L6E", "L6I")
 NEURONS = torch.tensor([20683, 5834, 21915, 5479, 4850, 1065, 14395, 2948])
@@ -70,9 +72,25 @@ def scaled(scale: float) -> Model:
     return Model(sizes.tolist(), counts, weight * grown, delay, current, outside, AMPLITUDE * grown)
 
 
-def join(model: Model, seed: int) -> SparseProjection:
-    """Draw the synapses of a model."""
-    return SparseProjection.fixed_total_number(
+def build(model: Model, seed: int) -> Network:
+    """Draw the circuit: one population of all neurons, what reaches it from outside, and its synapses."""
+    of_each = torch.tensor(model.sizes)
+    decay, leak = math.exp(-STEP / SYNAPSE), math.exp(-STEP / MEMBRANE)
+    charge = MEMBRANE * SYNAPSE / (CAPACITY * (SYNAPSE - MEMBRANE)) * (decay - leak)  # mV of a pA of synaptic current
+    neuron = CubaLIF(
+        1e-3 * STEP / (1 - leak),  # one Euler step of this time constant decays as exactly as MEMBRANE does
+        1e-3 * STEP / (1 - decay),
+        r=charge / (1 - leak),
+        v_leak=(MEMBRANE / CAPACITY * model.current).float().repeat_interleave(of_each),  # a constant current
+        v_threshold=THRESHOLD,
+        t_refractory=1e-3 * STEP * REFRACTORY,
+        dt=1e-3 * STEP,
+        reset="value",
+        threshold_inclusive=True,
+    )
+    outside = Population("outside", sum(model.sizes))
+    cells = Population("cells", sum(model.sizes), neuron)
+    synapses = SparseProjection.fixed_total_number(
         model.sizes,
         model.counts,
         model.weight,
@@ -80,34 +98,22 @@ def join(model: Model, seed: int) -> SparseProjection:
         weight_spread=WEIGHT_SPREAD,
         delay_spread=DELAY_SPREAD,
         generator=torch.Generator().manual_seed(seed),
+        later=1,
+        population=cells,
     )
+    return Network([outside, cells], [synapses, LayerProjection(outside, cells, nn.Identity())])
 
 
-def simulate(model: Model, synapses: SparseProjection, seconds: float, seed: int) -> torch.Tensor:
+def simulate(model: Model, network: Network, seconds: float, seed: int) -> torch.Tensor:
     """Return the spikes [n, 2] of a run: step and neuron of each."""
-    draw = torch.Generator().manual_seed(seed)
-    of_each, count = torch.tensor(model.sizes), sum(model.sizes)
-    current, rate = (item.float().repeat_interleave(of_each) for item in (model.current, model.outside))
-    decay, leak = math.exp(-STEP / SYNAPSE), math.exp(-STEP / MEMBRANE)
-    charge = MEMBRANE * SYNAPSE / (CAPACITY * (SYNAPSE - MEMBRANE)) * (decay - leak)  # mV of a pA of synaptic current
-    drive = MEMBRANE / CAPACITY * (1 - leak) * current
-    voltage = START + START_SPREAD * torch.randn(count, generator=draw)
-    flow, arrived, ready_at = torch.zeros(count), torch.zeros(count), torch.zeros(count, dtype=torch.int32)
-    found, outside = [], torch.empty(0)
-    for step in range(round(seconds * 1e3 / STEP)):
-        if step % 100 == 0:
-            outside = torch.poisson((rate * STEP * 1e-3).expand(100, count), generator=draw) * model.outside_weight
-        moved = drive.add(voltage, alpha=leak).add_(flow, alpha=charge)
-        voltage = torch.where(ready_at <= step, moved, 0.0)
-        flow.mul_(decay).add_(arrived).add_(outside[step % 100])
-        spiking = (voltage >= THRESHOLD).nonzero()[:, 0]
-        if len(spiking):
-            voltage[spiking] = 0.0
-            ready_at[spiking] = step + 1 + REFRACTORY
-            found.append(torch.stack((torch.full_like(spiking, step), spiking), 1))
-            synapses.deliver(spiking)
-        arrived = synapses.advance()
-    return torch.cat(found) if found else torch.empty(0, 2, dtype=torch.int64)
+    rates = model.outside.float().repeat_interleave(torch.tensor(model.sizes))
+    outside = PoissonInput(len(rates), rates, model.outside_weight, dt=1e-3 * STEP, seed=seed)
+    spikes, state = Recorder("cells", events=True), network.rest()
+    _, voltage, _ = state.neurons["cells"]
+    voltage.normal_(START, START_SPREAD, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        network.run(outside, state, recorders=[spikes], steps=round(seconds * 1e3 / STEP), chunk=64)
+    return spikes.data[:, [0, 2]]
 
 
 def statistics(spikes: torch.Tensor, sizes: list[int], seconds: float, skip: float) -> list[tuple[float, float]]:
@@ -164,16 +170,17 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
     model = scaled(asked.scale)
-    synapses = join(model, asked.seed)
+    network = build(model, asked.seed)
+    synapses = network.projections["cells->cells"]
     print(f"{sum(model.sizes)} neurons, {synapses.synapses} synapses of {synapses.bytes_per_synapse:.2f} bytes")
     start = time.perf_counter()
-    spikes = simulate(model, synapses, asked.seconds, asked.seed)
+    spikes = simulate(model, network, asked.seconds, asked.seed)
     took = time.perf_counter() - start
     found = statistics(spikes, model.sizes, asked.seconds, 0.5)
     for name, (rate, variation), full in zip(NAMES, found, RATES, strict=True):
         print(f"{name:<6} {rate:6.2f} spikes/s (full size {float(full):5.2f})   CV of intervals {variation:.2f}")
-    speed = f"{synapses.events / took:.3g} synaptic events/s, {took / asked.seconds:.1f} × real time"
-    print(f"{len(spikes)} spikes, {speed}")
+    reasons = "; ".join(network.record.reasons)
+    print(f"run by {network.record.backend or f'torch: {reasons}'}, {took / asked.seconds:.1f} × real time")
     if asked.picture is not None:
         draw_picture(spikes, model, found, asked.picture)
 

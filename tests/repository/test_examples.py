@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 import pytest
+import torch
 from matplotlib import image
 
+from q4_snn import PoissonInput
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -137,3 +141,35 @@ def test_a_small_microcircuit_fires(tmp_path: Path) -> None:
     assert all(rates[f"{layer}I"] > rates[f"{layer}E"] for layer in ("L2/3", "L4", "L6"))
     assert re.search(r"767 neurons, \d+ synapses of 2\.\d+ bytes", done.stdout)
     assert image.imread(tmp_path / "raster.png").shape == (600, 1440, 4)
+
+
+def test_the_microcircuit_is_nests_equations() -> None:
+    """A plain loop of them in float64, with the same random numbers, fires the same spikes in the same steps."""
+    given = runpy.run_path(str(ROOT / "examples" / "microcircuit.py"))
+    model, steps = given["scaled"](0.02), 2000
+    network = given["build"](model, 1)
+    found = given["simulate"](model, network, steps * 1e-4, 1)
+    assert network.record.backend == "cpu-native"
+    of_each, count = torch.tensor(model.sizes), sum(model.sizes)
+    outside = PoissonInput(count, model.outside.float().repeat_interleave(of_each), model.outside_weight, seed=1)
+    arriving = outside.draw(0, steps)[:, 0].double()
+    synapses = network.projections["cells->cells"]
+    dt, tau, tau_syn, capacity = 0.1, 10.0, 0.5, 250.0
+    leak, decay = math.exp(-dt / tau), math.exp(-dt / tau_syn)
+    charge = tau * tau_syn / (capacity * (tau_syn - tau)) * (decay - leak)
+    drive = tau / capacity * (1 - leak) * model.current.double().repeat_interleave(of_each)
+    voltage = torch.empty(1, count).normal_(7.0, 10.0, generator=torch.Generator().manual_seed(1))[0].double()
+    flow, free_at = torch.zeros(count).double(), torch.zeros(count, dtype=torch.int64)
+    ring = torch.zeros(300, count).double()
+    events = []
+    for step in range(steps):
+        flow = flow * decay + ring[step % 300] + arriving[step]
+        ring[step % 300] = 0
+        voltage = torch.where(free_at <= step, leak * voltage + charge * flow + drive, 0.0)
+        fired = (voltage >= 15.0).nonzero()[:, 0]
+        voltage[fired], free_at[fired] = 0.0, step + 21
+        events += [(step, neuron) for neuron in fired.tolist()]
+        target, weight, delay = synapses.synapses_of(fired)
+        ring.view(-1).index_add_(0, (step + delay) % 300 * count + target, weight.double())
+    assert len(events) > 800
+    assert found.tolist() == [[*event] for event in events]

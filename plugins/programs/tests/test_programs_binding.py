@@ -5,12 +5,13 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import pytest
 import torch
 
 import q4core as q4
 from q4_dequant_fallback import DequantFallback
-from q4_programs import REFERENCE, Buffer, Op, Program, Step, View, bind, refuse
+from q4_programs import REFERENCE, Buffer, Op, Program, SparseWeight, Step, View, bind, refuse
 from tests.support.fakes import FakeBackend
 
 if TYPE_CHECKING:
@@ -318,3 +319,34 @@ def test_reports() -> None:
         assert [item.calls for item in session.report().section("programs")] == [2]
         refuse("rnn", layers, "a hook")
         assert "program rnn: the modules run one by one\n  a hook" in str(session.report())
+
+
+def test_a_probe_of_many_synapses_takes_the_first_ones() -> None:
+    """However many there are, a trial sends no more than 2²⁰ of them; what runs then has all."""
+    random, count = torch.Generator().manual_seed(0), (1 << 20) + 50_000
+    ends = [
+        torch.randint(2000, (count,), generator=random).sort().values,
+        torch.randint(2000, (count,), generator=random),
+    ]
+    weight = SparseWeight.of(*ends, torch.ones(count), torch.ones(count, dtype=torch.int64), sources=2000, targets=2000)
+    seen: list[int] = []
+
+    class Counts(Runs):
+        def bind_program(self, program: Program, buffers: list[torch.Tensor], layers: Any) -> Callable[..., None]:
+            seen.extend(len(layer.prepared.steps) for layer in layers)
+            return REFERENCE.bind_program(program, buffers, layers)
+
+    backend = Counts()
+    backend.capabilities = attrs.evolve(backend.capabilities, ops=frozenset({"linear", "program", "sparse"}))
+    buffers = Buffer("clock", 1, torch.int64, is_bound=True), Buffer("bits", 2 * 32, torch.int64, is_bound=True)
+    buffers += (Buffer("ring", 2 * 2000, is_bound=True),)
+    ring = View(2, 2, 2000)
+    step = Step(Op.SEND, (View(1, 2, 32), View(0, 1, 1), ring), (ring,), 0, (0, 1))
+    tensors = [torch.zeros(item.size, dtype=item.dtype) for item in buffers]
+    bound = bind(Program(buffers, (step,), ((2000, 2000),), 0), tensors, [weight], registry=registry_of(backend))
+    assert bound.record.backend == backend.name
+    assert len(weight.steps) in seen
+    assert {entries for entries in seen if entries != len(weight.steps)} == {1 << 20}
+    tensors[1][:32] = -1  # all fire
+    bound()
+    assert float(tensors[2].sum()) == count

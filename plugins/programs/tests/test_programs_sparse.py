@@ -110,6 +110,24 @@ def test_cuts_give_each_part_its_own_targets(targets: int, count: int, dtype: to
     assert torch.equal(whole[1][:, 0], made.first)
 
 
+@pytest.mark.parametrize(("targets", "count", "dtype"), WIDTHS)
+def test_the_first_synapses_alone(targets: int, count: int, dtype: torch.dtype) -> None:
+    """The head of a weight has the first sources' synapses, of the last one some, over the same memory."""
+    made = SparseWeight.of(**draw(targets, count), sources=SOURCES, targets=targets)
+    every = torch.arange(SOURCES)
+    whole = made.with_places(every)
+    for entries in (1, 32, 100, 352):
+        head = made.head(entries)
+        head.check()
+        assert head.gaps.dtype is dtype
+        assert len(head.steps) == max(entries // 32 * 32, 32)
+        assert head.steps.data_ptr() == made.steps.data_ptr()
+        found = head.with_places(every)
+        assert 0 < len(found[0]) <= len(head.steps)
+        assert all(torch.equal(one, other[: len(one)]) for one, other in zip(found, whole, strict=True))
+    assert made.head(len(made.steps)) is made
+
+
 def test_a_synapse_takes_less_than_2_7_bytes() -> None:
     """A byte for the target, one for the delay, half for the code, an eighth for the scale, and the source's share."""
     random = torch.Generator().manual_seed(0)

@@ -88,6 +88,22 @@ def test_state_goes_on() -> None:
     assert all(torch.equal(a, b) for name in before for a, b in zip(before[name], state.neurons[name], strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_state_at_rest(dtype: torch.dtype) -> None:
+    """It has what a call without a state begins from, and membranes written to it are where the call begins."""
+    network = recurrent().to(dtype)
+    rest = network.rest(3, dtype=dtype)
+    x = spikes().to(dtype)
+    (wanted, after), (found, other) = network(x, record=("hidden.mem", "out")), network(x, rest, ("hidden.mem", "out"))
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert (rest.clock, other.clock, after.clock) == (0, STEPS, STEPS)
+    rest.neurons["hidden"][0].fill_(0.5)
+    moved, _ = network(torch.zeros_like(x), rest, ("hidden.mem",))
+    bias = network.projections["pixels->hidden"].synapses.bias
+    first = (0.9 * 0.5 + bias).expand(3, -1)
+    assert torch.allclose(moved["hidden.mem"][0], torch.where(first > 1, first - 1, first))
+
+
 def test_truncated_backpropagation() -> None:
     """A call from a detached state has the numbers of one run, and the gradients of its own steps alone."""
     network, x = recurrent(), spikes()

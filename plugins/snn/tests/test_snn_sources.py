@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from q4_snn import Poisson, Regular, SpikeTimes
+from q4_snn import Poisson, PoissonInput, Regular, SpikeTimes
+from q4_snn.sources import uniform_words
 from q4core import ConfigError, InputError
 
 SOURCES = {
     "poisson": lambda **options: Poisson(70, 200.0, dt=1e-3, **options),
     "rates": lambda **options: Poisson(70, torch.linspace(0, 1000, 70), dt=1e-3, **options),
+    "input": lambda **options: PoissonInput(70, torch.linspace(0, 3000, 70), 0.5, dt=1e-3, **options),
     "regular": lambda **options: Regular(70, torch.linspace(1e-3, 0.02, 70), dt=1e-3, **options),
 }
 
@@ -64,6 +66,37 @@ def test_the_rates_are_those_of_a_poisson_process() -> None:
     assert float(gaps.std() / gaps.mean()) == pytest.approx(math.sqrt(0.9), abs=5 / math.sqrt(len(gaps)))
 
 
+@pytest.mark.parametrize("rates", [1, 8, 100])
+def test_input_of_many_sources_has_poisson_numbers(rates: int) -> None:
+    """Each number is the quantile of its 32 random bits, whether it is looked up or counted."""
+    size, steps, dt = 200, 1000, 1e-3
+    rate = torch.linspace(0, 4000, rates).repeat(-(-size // rates))[:size] if rates > 1 else torch.tensor(1600.0)
+    weight = torch.linspace(-2, 2, size)
+    found = PoissonInput(size, rate if rates > 1 else 1600.0, weight, dt=dt, seed=5).draw(3, steps)[:, 0]
+    uniform = (uniform_words(5, 0, 3, steps, size) + 0.5) * 2.0**-32
+    for neuron in range(size):
+        mean = float(rate.expand(size)[neuron]) * dt
+        chances = np.cumsum([math.exp(-mean) * mean**k / math.factorial(k) for k in range(60)])
+        wanted = np.searchsorted(chances, uniform[:, neuron], side="right").astype(np.float32) * np.float32(
+            weight[neuron]
+        )
+        assert np.array_equal(found[:, neuron].numpy(), wanted), neuron
+
+
+def test_input_of_many_sources_has_their_mean_and_variance() -> None:
+    """Over many steps, as of a Poisson process whose rate is the sum of all rates; neurons are not correlated."""
+    rates = torch.tensor([0.0, 20.0, 1280.0, 23_200.0, 1_280_000.0])
+    found = PoissonInput(5, rates, dt=1e-4, batch=2, seed=1).draw(0, 60_000).double()
+    means, count = rates * 1e-4, 2 * 60_000
+    for neuron, mean in enumerate(means.tolist()):
+        numbers = found[..., neuron]
+        assert abs(float(numbers.mean()) - mean) <= 5 * math.sqrt(mean / count)
+        assert abs(float(numbers.var()) - mean) <= 5 * math.sqrt((2 * mean**2 + mean) / count)
+    assert abs(float(torch.corrcoef(found[:, 0, 1:].T)[0, 1:].abs().max())) < 5 / math.sqrt(60_000)
+    with pytest.raises(InputError, match="single spikes"):
+        PoissonInput(5, rates).bits(0, 1)
+
+
 def test_random_numbers_are_numpys_philox() -> None:
     """A spike is a number of Philox4x64-10 below rate · dt, by a counter that the step alone decides."""
     source = Poisson(11, 250.0, dt=1e-3, batch=3, seed=0x1234567890ABCDEF)
@@ -108,6 +141,10 @@ def test_refused() -> None:
         (Poisson, {"size": 2, "rate": 1.0, "seed": 1 << 64}, "seed"),
         (Poisson, {"size": 2, "rate": 1.0, "dt": 0.0}, "dt"),
         (Poisson, {"size": 2, "rate": 1.0, "batch": True}, "batch"),
+        (PoissonInput, {"size": 2, "rate": 1_300_000.0}, "rate"),
+        (PoissonInput, {"size": 2, "rate": math.nan}, "rate"),
+        (PoissonInput, {"size": 2, "rate": 1.0, "weight": math.inf}, "weight"),
+        (PoissonInput, {"size": 2, "rate": 1.0, "weight": torch.ones(3)}, "weight"),
         (Regular, {"size": 2, "interval": 1e-5}, "interval"),
         (Regular, {"size": 2, "interval": 1.0, "start": -1.0}, "start"),
         (SpikeTimes, {"size": 2, "times": [0.1], "neurons": [2]}, "neurons"),
@@ -121,6 +158,7 @@ def test_refused() -> None:
             make(**given)
         assert caught.value.name == name, given
     for first, steps, name in ((-1, 1, "first"), (0, -1, "steps"), (0.0, 1, "first")):
-        with pytest.raises(InputError) as wrong:
-            Poisson(2, 1.0).draw(first, steps)  # type: ignore[arg-type]  # wrong on purpose
-        assert wrong.value.name == name
+        for source in (Poisson(2, 1.0), PoissonInput(2, 1.0)):
+            with pytest.raises(InputError) as wrong:
+                source.draw(first, steps)  # type: ignore[arg-type]  # wrong on purpose
+            assert wrong.value.name == name

@@ -101,6 +101,32 @@ def test_random_synapses_have_their_numbers() -> None:
         assert float(steps.float().mean()) == pytest.approx(wait, rel=0.01)
 
 
+def test_random_synapses_of_one_population() -> None:
+    """They join neurons of a network's population, and each delay may have steps on top."""
+    counts, ones = torch.tensor([[900, 0], [300, 40]]), torch.ones(2, 2)
+    options: dict[str, Any] = {"weight_spread": 0.1, "delay_spread": 0.5}
+
+    def made(**more: Any) -> SparseProjection:
+        draw = torch.Generator().manual_seed(3)
+        return SparseProjection.fixed_total_number(
+            [30, 10], counts, ones, 200 * ones, **options, generator=draw, **more
+        )
+
+    cells = Population("cells", 40, LIF(10e-3))
+    plain, later = made(), made(later=3, population=cells)
+    assert (later.source, later.target, later.name) == ("cells", "cells", "cells->cells")
+    every = torch.arange(40)
+    (target, weight, delay), other = plain.synapses_of(every), later.synapses_of(every)
+    assert torch.equal(target, other[0])
+    assert torch.equal(weight, other[1])
+    assert torch.equal(delay.clamp(max=252) + 3, other[2])
+    with pytest.raises(q4.ConfigError, match="population must be of 40 neurons"):
+        made(population=Population("few", 39, LIF(10e-3)))
+    for wrong in (-1, 255, True, 1.0):
+        with pytest.raises(q4.InputError, match="later must be"):
+            made(later=wrong)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -160,6 +160,20 @@ class SparseWeight:
         scale, offset = pairs.view(torch.float16).view(-1, 2).float().unbind(-1)
         return offset + scale * code.float()  # the product is exact
 
+    def head(self, entries: int) -> SparseWeight:
+        """Return the synapses of the first sources, up to a number of entries, over the same memory; all if it is less.
+
+        Args:
+            entries: At most so many, rounded down to whole blocks; at least a block.
+        """
+        count = max(entries // BLOCK, 1) * BLOCK
+        if count >= len(self.steps):
+            return self
+        starts = self.starts.clamp(max=count)
+        first = torch.where(starts[1:] > starts[:-1], self.first, 0)
+        parts = self.gaps[:count], self.steps[:count], self.codes[: count // 2], self.levels[: count // BLOCK]
+        return SparseWeight(self.sources, self.targets, starts, first, *parts)
+
     def cuts(self, bounds: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where each source's entries are cut, so that each part has targets of its own.
 

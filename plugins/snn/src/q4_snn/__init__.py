@@ -15,7 +15,7 @@ from q4_snn.plugin import q4_layers
 from q4_snn.population import NonFiniteStateError, Population
 from q4_snn.projection import Projection, Synapses
 from q4_snn.recorders import Recorder
-from q4_snn.sources import Poisson, Regular, SpikeTimes
+from q4_snn.sources import Poisson, PoissonInput, Regular, SpikeTimes
 from q4_snn.sparse import SparseProjection
 from q4_snn.stdp import STDP, STDPRule
 
@@ -40,6 +40,7 @@ __all__ = [
     "PlasticProjection",
     "PlasticSparseProjection",
     "Poisson",
+    "PoissonInput",
     "Population",
     "Projection",
     "Recorder",

@@ -111,6 +111,28 @@ class Network(nn.Module):
         """Return a population by name."""
         return self.graph.populations[name]
 
+    def rest(
+        self, batch: int = 1, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> NetworkState:
+        """Return the state before the first step: neurons at rest, and nothing on its way.
+
+        Its tensors may be written before a call takes it, such as membranes that begin at random.
+
+        Args:
+            batch: B.
+            dtype: Of the inputs.
+            device: Likewise.
+        """
+        like = torch.empty(0, dtype=dtype, device=device)
+        parts = self.graph.populations.items()
+        neurons = {
+            n: part.neuron.rest(like.new_zeros(batch, part.size)) for n, part in parts if part.neuron is not None
+        }
+        depths = self.graph.depths.items()
+        history = {n: (*(like.new_zeros(batch, self.population(n).size) for _ in range(d)),) for n, d in depths}
+        begun = {n: coming_of(item, batch) for n, item in self.graph.projections.items()}
+        return NetworkState(neurons, history, {n: ring for n, ring in begun.items() if ring is not None})
+
     def step(
         self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None = None
     ) -> tuple[dict[str, torch.Tensor], NetworkState]:

@@ -1,4 +1,4 @@
-"""Sources of spikes, drawn from a seed: Poisson and regular ones, and spikes at stated times.
+"""Sources drawn from a seed: Poisson and regular spikes, spikes at stated times, and input of many Poisson sources.
 
 A source has no state. The spikes of a step are a function of seed, sample and step, so a run in chunks of any length,
 or one that resumes, gets the same ones. Random numbers are those of Philox4x64-10, a generator that counts: its key is
@@ -21,11 +21,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Poisson", "Regular", "Source", "SpikeTimes", "uniform_words"]
+__all__ = ["Poisson", "PoissonInput", "Regular", "Source", "SpikeTimes", "uniform_words"]
 
 _LANES = 8
 """Numbers of 32 bits in one block of Philox4x64."""
 _AHEAD = 64
+_MOST_MEAN = 128
+_MOST_TABLES = 64
+"""Rates for which the number of spikes is looked up by 16 bits; with more of them it is counted up."""
+_UNDECIDED = 255
+_IN_CACHE = 1 << 17
+"""Numbers that are drawn together."""
 
 
 def uniform_words(seed: int, stream: int, first: int, steps: int, count: int) -> NDArray[np.uint32]:
@@ -50,8 +56,8 @@ def uniform_words(seed: int, stream: int, first: int, steps: int, count: int) ->
 class Source:
     """The base of sources: n neurons whose spikes are a function of the step.
 
-    A subclass has ``_fired(first, steps, sample)``, bool [steps, n]. Iterating gives the steps from the first on, each
-    [B, n], without an end.
+    A subclass has ``_fired(first, steps, sample)``, [steps, n] of ``_dtype``. Iterating gives the steps from the first
+    on, each [B, n], without an end.
 
     Args:
         size: How many neurons.
@@ -80,7 +86,9 @@ class Source:
     def _what(self) -> str:
         return type(self).__name__
 
-    def _fired(self, first: int, steps: int, sample: int) -> NDArray[np.bool_]:
+    _dtype: type[np.generic] = np.bool_
+
+    def _fired(self, first: int, steps: int, sample: int) -> NDArray[Any]:
         raise NotImplementedError
 
     def _numbers(
@@ -125,12 +133,17 @@ class Source:
         packed = np.packbits(filled, axis=-1, bitorder="little").view("<i8").reshape(steps, self.batch, words)
         return torch.from_numpy(packed.astype(np.int64, copy=False))
 
-    def _all(self, first: int, steps: int) -> NDArray[np.bool_]:
-        """Return the spikes of some steps, bool [steps, B, n]."""
+    def _check_steps(self, first: int, steps: int) -> None:
         for name, value in (("first", first), ("steps", steps)):
             if not _is_whole(value) or value < 0:
                 raise InputError(self._what, name=name, rule="a whole number, 0 or more", value=value)
-        found = np.empty((steps, self.batch, self.size), np.bool_)
+
+    def _all(self, first: int, steps: int) -> NDArray[Any]:
+        """Return the spikes of some steps, [steps, B, n]."""
+        self._check_steps(first, steps)
+        if self.batch == 1:
+            return self._fired(first, steps, 0)[:, None]
+        found = np.empty((steps, self.batch, self.size), self._dtype)
         for sample in range(self.batch):
             found[:, sample] = self._fired(first, steps, sample)
         return found
@@ -167,6 +180,104 @@ class Poisson(Source):
     def _fired(self, first: int, steps: int, sample: int) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = uniform_words(self.seed, sample, first, steps, self.size) < self._below
         return found
+
+
+class PoissonInput(Source):
+    """What many Poisson sources give each neuron: the number of their spikes in a step, times a weight.
+
+    It feeds an input without ``spikes=True``, through a ``LayerProjection`` with ``nn.Identity()``. Probabilities are
+    rounded to multiples of 2⁻³².
+
+    Args:
+        size: How many neurons.
+        rate: Spikes a second of all sources of a neuron: a number, or a tensor [n]; from 0 to 128 / dt.
+        weight: Of each spike: a number, or a tensor [n].
+        dt: Seconds of a step.
+        batch: B. Each sample has random numbers of its own; sample b of any batch has the same ones.
+        seed: From 0 to below 2⁶⁴.
+
+    Raises:
+        ConfigError: A number is not legal.
+    """
+
+    _dtype = np.uint8
+
+    def __init__(  # noqa: PLR0913  # one argument per option
+        self,
+        size: int,
+        rate: float | torch.Tensor,
+        weight: float | torch.Tensor = 1.0,
+        *,
+        dt: float = 1e-4,
+        batch: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(size, dt=dt, batch=batch, seed=seed)
+        rule = f"from 0 to {_MOST_MEAN / dt:g} Hz, which is {_MOST_MEAN} / dt"
+        self.rate = self._numbers("rate", rate, rule, 0.0, (1 + 1e-9) * _MOST_MEAN / dt)
+        most = float(np.finfo(np.float32).max) / _UNDECIDED
+        self.weight = self._numbers("weight", weight, "finite, in float32", -most, most).astype(np.float32)
+        means, self._group = np.unique(self.rate * self.dt, return_inverse=True)
+        self._below = _poisson_bounds(means)
+        self._tables: torch.Tensor | None = None
+        if len(means) <= _MOST_TABLES:
+            top = np.tile(np.arange(1 << 16, dtype=np.uint32) << 16, len(means))
+            group = np.arange(len(means)).repeat(1 << 16)
+            least, most_spikes = self._count(top, group), self._count(top | np.uint32(0xFFFF), group)
+            self._tables = torch.from_numpy(np.where(least == most_spikes, least, np.uint8(_UNDECIDED)))
+            self._first = (self._group << 16).astype(np.int32)
+
+    def _count(self, words: NDArray[np.uint32], group: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return how many bounds each of some random numbers reaches, those of its group."""
+        found = np.zeros(len(words), np.uint8)
+        left = np.arange(len(words))
+        for bounds in self._below:
+            left = left[words[left] >= bounds[group[left]]]
+            if not len(left):
+                break
+            found[left] += 1
+        return found
+
+    def _fired(self, first: int, steps: int, sample: int) -> NDArray[np.uint8]:
+        words = uniform_words(self.seed, sample, first, steps, self.size)
+        if self._tables is None:
+            return self._count(words.reshape(-1), np.tile(self._group, steps)).reshape(words.shape)
+        places = (words >> np.uint32(16)).view(np.int32) + self._first
+        found: NDArray[np.uint8] = self._tables.index_select(0, torch.from_numpy(places).view(-1)).numpy()
+        left = np.flatnonzero(found == _UNDECIDED)
+        found[left] = self._count(words[np.divmod(left, self.size)], self._group[left % self.size])
+        return found.reshape(words.shape)
+
+    def draw(self, first: int, steps: int) -> torch.Tensor:
+        """Return the input of some steps, float32 [steps, B, n]; arguments and errors are those of ``Source.draw``."""
+        self._check_steps(first, steps)
+        found = torch.empty(steps, self.batch, self.size)
+        piece = max(1, _IN_CACHE // (self.batch * self.size))
+        for start in range(0, steps, piece):
+            part = found[start : start + piece]
+            np.multiply(self._all(first + start, len(part)), self.weight, out=part.numpy())
+        return found
+
+    def bits(self, first: int, steps: int) -> torch.Tensor:
+        """Refuse: several spikes may arrive in a step.
+
+        Raises:
+            InputError: Always.
+        """
+        del first, steps
+        hint = "Feed a population without spikes=True; Poisson gives single spikes."
+        raise InputError(self._what, name="bits", rule="of a source of single spikes", value="numbers", hint=hint)
+
+
+def _poisson_bounds(means: NDArray[np.float64]) -> NDArray[np.uint64]:
+    """Return [K, means] such that random numbers of 32 bits reach as many of them as Poisson sources fire."""
+    bounds: list[NDArray[np.uint64]] = []
+    chance, total = np.exp(-means), np.zeros_like(means)
+    while not bounds or int(bounds[-1].min()) < 1 << 32:
+        total = np.minimum(total + chance, 1.0)
+        bounds.append(np.rint(total * 2.0**32).astype(np.uint64))
+        chance = chance * means / len(bounds)
+    return np.stack(bounds)
 
 
 class Regular(Source):

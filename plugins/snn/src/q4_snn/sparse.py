@@ -295,6 +295,8 @@ class SparseProjection(nn.Module):
         weight_spread: float,
         delay_spread: float,
         generator: torch.Generator,
+        later: int = 0,
+        population: Population | None = None,
     ) -> SparseProjection:
         """Return populations joined by given numbers of random synapses, among all their neurons.
 
@@ -309,16 +311,25 @@ class SparseProjection(nn.Module):
             weight_spread: Standard deviation of weights, of their mean.
             delay_spread: Of delays, of theirs.
             generator: Source of the random numbers.
+            later: Steps that each delay gets on top: 1 for the delays of NEST's neurons with synaptic currents, where a
+                spike acts in the step after the one in which it arrives.
+            population: All the neurons as one population of a network; None for synapses with a clock of their own.
 
         Raises:
+            ConfigError: The population has another size.
             InputError: There is no synapse, a count is negative, or a mean delay is below one step.
         """
         what = "synapses of fixed total number"
         if not int(counts.sum()) or int(counts.min()) < 0:
             raise q4.InputError(what, name="counts", rule="0 or more, some above", value=counts.tolist())
+        if not isinstance(later, int) or isinstance(later, bool) or not 0 <= later < _MOST_DELAY:
+            raise q4.InputError(what, name="later", rule=f"0 … {_MOST_DELAY - 1} steps", value=later)
         if not bool((delay[counts > 0] >= 1).all()):
             raise q4.InputError(what, name="delay", rule="1 step or more", value=delay.tolist())
         first = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+        if population is not None and population.size != first[-1]:
+            rule = f"of {first[-1]} neurons, as sizes are"
+            raise q4.ConfigError(what, name="population", rule=rule, value=population.size)
         builder = SparseBuilder(first[-1], first[-1], int(counts.sum()), label=what)
         for j, size in enumerate(sizes):
             into = [i for i in range(len(sizes)) if counts[i, j]]
@@ -334,12 +345,13 @@ class SparseProjection(nn.Module):
                     target = torch.randint(first[i], first[i + 1], (len(source),), generator=generator)
                     strength = _normal(len(source), weight_spread, 0.0, generator) * weight[i, j]
                     steps = _normal(len(source), delay_spread, 0.5 / float(delay[i, j]), generator) * delay[i, j]
-                    steps = steps.round().clamp(1, _MOST_DELAY).long()
+                    steps = steps.round().clamp(1, _MOST_DELAY - later).long() + later
                     parts.append((source + first[j], target, strength.float(), steps))
                 if any(len(part[0]) for part in parts):
                     builder.add(*(torch.cat(items) for items in zip(*parts, strict=True)))
                 low = high
-        return cls.of(builder.finish(), sources=first[-1], targets=first[-1])
+        neurons = first[-1] if population is None else population
+        return cls.of(builder.finish(), sources=neurons, targets=neurons)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001  # the public one imports its compiler
