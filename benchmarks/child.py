@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["anonymous_bytes", "run_child", "settled_bytes"]
+__all__ = ["anonymous_bytes", "peak_bytes", "run_child", "settled_bytes"]
 
 
 def run_child(module: str, *words: object, limit_s: float, python: str = sys.executable) -> dict[str, Any]:
@@ -39,8 +39,20 @@ def run_child(module: str, *words: object, limit_s: float, python: str = sys.exe
 
 def anonymous_bytes() -> int:
     """Return the resident memory of this process that no file backs; on Linux."""
+    return _status("RssAnon")
+
+
+def peak_bytes() -> int:
+    """Return the most resident memory that this process has had, files included; on Linux.
+
+    ``getrusage`` counts the process that started it as well.
+    """
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def settled_bytes() -> int:

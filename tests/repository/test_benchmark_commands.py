@@ -82,12 +82,24 @@ def test_certify(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_the_microcircuit(run: Run) -> None:
+    """A small circuit runs as a program, with its memory; what was not measured has no verdict."""
+    result = run("microcircuit")
+    (found,) = result["runs"]["q4"]
+    assert (found["backend"], found["neurons"], len(found["rates"])) == ("cpu-native", 767, 8)
+    assert 0 < found["imported_bytes"] < found["peak_bytes"]
+    assert result["full"] is None
+    assert {item["verdict"] for item in result["verdicts"]} == {"not measured"}
+
+
+@pytest.mark.slow
 def test_snn(run: Run) -> None:
     """The layer and a circuit run with q4-snn, with its memory; missing simulators are listed with the reason."""
     result = run("snn", "--simulators", sys.executable)
     assert {row["rate"] for row in result["layer"]["rows"] if row["who"] == "q4-snn"} == {0.01, 0.03, 0.1, 0.3}
     assert result["layer"]["bytes_per_synapse"]["q4-snn"] > 0.5
     assert result["circuits"][0]["runs"]["q4-snn"]["rate_hz"] > 0
+    assert result["long_run"]["steps"] == 2000
     for name in ("Norse", "NEST", "Brian2"):
         assert (name in result["missing"]) != (name in result["layer"]["versions"])
 

@@ -28,6 +28,7 @@ from q4_snn import (
 )
 from q4_snn.recorders import events_of
 from q4core import CheckpointError, ConfigError, InputError
+from tests.support.limits import within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,6 +177,24 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
         net.run(feed, recorders=[recorder], steps=1000, chunk=64)  # 80 MB of input, and as much of output
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KB
     assert np.load(tmp_path / "mem.npy", mmap_mode="r").shape == (1000, 1, 20_000)
+
+
+def test_a_long_run_of_a_small_network() -> None:
+    """100,000 steps take less than 10 s of an idle machine, and no more memory than the 10,000 before."""
+    noise, cells = Population("noise", 100, spikes=True), Population("cells", 400, LIF(20e-3))
+    among = connectors.bernoulli(cells, cells, 0.05, generator=torch.Generator().manual_seed(0))
+    into = connectors.fixed_in_degree(noise, cells, 20, generator=torch.Generator().manual_seed(1))
+    exciting = SparseProjection(*into, 0.4, 1, sources=noise, targets=cells)
+    net = Network([noise, cells], [exciting, SparseProjection(*among, -0.1, 15, sources=cells, targets=cells)])
+    state = net.run(Poisson(100, 30.0), steps=10_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    spikes = Recorder("cells", events=True, start=109_000)
+    with within(10.0):
+        state = net.run(Poisson(100, 30.0), state, recorders=[spikes], steps=100_000)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 10_000  # KB
+    assert state is not None
+    assert (state.clock, net.record.backend) == (110_000, "cpu-native")
+    assert spikes.rows > 1000
 
 
 def test_nothing_after_a_membrane_that_is_not_finite() -> None:
