@@ -63,9 +63,8 @@ class Op(enum.Enum):
     # c // 64, and bits behind the last column are 0. A vector has one number, or C of them. Products and sums are
     # rounded one by one.
     INTEGRATE = "integrate"
-    """x [R, C] in place, i [R, C], vectors beta[, gain[, leak]] →
- beta · x + gain · i + leak. Without gain, i is added
-    as it is; without a leak, nothing more."""
+    """x [R, C] in place, i [R, C], vectors beta[, gain[, leak]] → beta · x + gain · i + leak. Without gain, i is
+    added as it is; without a leak, nothing more."""
     FIRE = "fire"
     """mem [R, C] in place, threshold [R or 1, C or 1], a vector, clock[, count [R, C] in place, before [R, C], a vector
     steps] → bits, mem[, count]. Who is above the threshold fires; at it, too, where ``numbers[1]`` is 1. A reset then
