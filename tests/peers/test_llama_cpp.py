@@ -15,6 +15,8 @@ from q4_lm.exchange.hf_to_gguf import to_gguf
 from q4_lm.exchange.vocabulary_to_hf import tokenizer_files
 from tests.support.commands import answer
 from tests.support.hf_folders import FAMILIES, write_folder
+from tests.support.pages import ROOT
+from tests.support.snippets import run_page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,6 +75,16 @@ def test_llama_cpp_reads_every_family(family: str, tmp_path: Path, capsys: pytes
     folder = folder_of(tmp_path / "model", family)
     answer(capsys, "convert", folder, tmp_path / "out.gguf", "--dialect", "gguf")
     judge(tmp_path / "out.gguf")
+
+
+def test_the_page_for_users_of_llama_cpp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/from/llama-cpp.md: both programs run; the tokens of a text and a dequantised tensor are equal."""
+    folder = folder_of(tmp_path / "model", "llama")
+    answer(capsys, "convert", folder, tmp_path / "model.gguf", "--dialect", "gguf")
+    page = (ROOT / "docs/from/llama-cpp.md").read_text(encoding="utf-8")
+    theirs, ours = run_page(page, tmp_path, theirs=True), run_page(page, tmp_path)
+    assert theirs["tokens"] == ours["tokens"]
+    assert torch.equal(torch.tensor(theirs["dense"]), ours["dense"])
 
 
 @pytest.mark.parametrize("is_split", [False, True])
