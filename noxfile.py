@@ -20,7 +20,6 @@ from tools.environments import (
     install_group,
     install_packages,
     link,
-    lowest_versions,
     put_apart,
     run,
 )
@@ -206,9 +205,23 @@ def transformers(session: nox.Session, release: str) -> None:
 
 
 @nox.session
+def build(session: nox.Session) -> None:
+    """Build sdists, wheels and the SBOM of every distribution into dist; ``-- --again`` builds twice and compares.
+
+    A compiled wheel is for this Python, and ``-- --python python3.12`` adds another one.
+    """
+    install_group(session, "build", environment="build")
+    run(session, "python", "-m", "tools.wheels", *session.posargs, environment="build")
+
+
+@nox.session(venv_backend="none")
+def installed(session: nox.Session) -> None:
+    """Install from the files in dist alone, and run a user's first steps; ``-- snn`` runs one of them."""
+    session.run(sys.executable, "-m", "tools.installed", *session.posargs, external=True)
+
+
+@nox.session
 def lowest(session: nox.Session) -> None:
-    """Run the tests with the lowest versions that the packages promise (of all but torch)."""
-    install_packages(session, environment="lowest")
-    install_group(session, "test", environment="lowest")
-    session.install(*lowest_versions())
-    _pytest(session, "-m", marks(), *session.posargs, environment="lowest")
+    """Prove the lower bounds that packages promise (of all but torch), with those in dist: ``build`` comes first."""
+    install_group(session, "lowest", environment="lowest")
+    run(session, "python", "-m", "tools.lowest", *session.posargs, environment="lowest")

@@ -11,35 +11,27 @@ from typing import TYPE_CHECKING
 
 import nox
 
+from tools.projects import BUILDERS, CONSTRAINTS, ROOT, distributions, projects
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "distributions",
     "ggml_build",
     "install",
     "install_group",
     "install_packages",
     "link",
-    "lowest_versions",
     "put_apart",
     "run",
 ]
 
-ROOT = Path(__file__).parents[1]
-CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
-BUILDERS = ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"]  # of the packages of this repository
 PEER_PACKAGES = {"transformers"}
 """Packages whose library is large: outside of ``peerenv`` they can be linted, not imported."""
+COMPILED = {project.folder.name for project in projects() if project.native}
+"""Installations that compile: each step is shown as it ends."""
 LARGE = {"torch", "model", "models", "minilm", "bench"}  # installations whose progress is worth showing
-
-
-def distributions() -> list[Path]:
-    """Return the folder of every distribution in this repository, the core first."""
-    places = ("plugins/*", "conformance", "conformance/faults")
-    rest = (file.parent for place in places for file in ROOT.glob(f"{place}/pyproject.toml"))
-    return [ROOT, *sorted(rest)]
 
 
 def run(session: nox.Session, program: str, *arguments: str, environment: str = "env", **variables: str) -> None:
@@ -62,7 +54,9 @@ def install(session: nox.Session, name: str, *requirements: str, environment: st
         session.log(f"{name}: already installed")
         return
     pip = ["-m", "pip", "install", "--disable-pip-version-check", "--constraint", str(CONSTRAINTS)]
-    if name not in LARGE:
+    if name in COMPILED:
+        pip = ["-m", "tools.progress", "python", *pip, "--verbose"]
+    elif name not in LARGE:
         pip.append("--quiet")
     run(session, "python", *pip, *requirements, environment=environment, **variables)
     stamp.write_text(digest.hexdigest(), encoding="utf-8")
@@ -109,7 +103,11 @@ def install_packages(session: nox.Session, *, environment: str = "env") -> None:
     if "CXX" not in os.environ and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         session.warn("there is no C++ compiler here: cpu-native is left out, and the reference runs instead")
         folders = [folder for folder in folders if folder.name != "cpu-native"]
-    editables = [item for folder in folders for item in ("--editable", str(folder))]
+    for folder in (item for item in folders if item.name in COMPILED):
+        session.log(f"{folder.name}: compiling; cpu-native takes two minutes on two idle cores")
+        own = ("--no-deps", "--no-build-isolation", "--editable", str(folder))
+        install(session, folder.name, *own, environment=environment)
+    editables = [item for folder in folders for item in ("--editable", str(folder)) if folder.name not in COMPILED]
     install(session, "packages", "--no-build-isolation", *editables, environment=environment)
 
 
@@ -119,17 +117,6 @@ def link(session: nox.Session, environment: str, *, base: str = "env") -> None:
     programs = [str(_folder(session, name) / "python") for name in (environment, base)]
     own, other = (session.run(program, "-c", script, external=True, silent=True) for program in programs)
     Path(str(own), "_base.pth").write_text(f"import site; site.addsitedir({str(other)!r})\n", encoding="utf-8")
-
-
-def lowest_versions() -> list[str]:
-    """Return what every distribution here promises to work with, pinned at its lower bound; all but torch."""
-    promised: set[str] = set()
-    for folder in distributions():
-        if folder.name in PEER_PACKAGES:
-            continue
-        project = nox.project.load_toml(folder / "pyproject.toml")["project"]
-        promised.update(project["dependencies"], *project.get("optional-dependencies", {}).values())
-    return sorted(line.replace(">=", "==") for line in promised if ">=" in line and not line.startswith("torch"))
 
 
 def _folder(session: nox.Session, environment: str) -> Path:
