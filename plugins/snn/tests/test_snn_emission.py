@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import nn
 
 import q4core as q4
 from q4_nn import pack_
@@ -29,7 +30,7 @@ from q4_snn import (
     spikegen,
 )
 from q4_snn.engine import PopulationProgram
-from q4_snn.maps import Scale
+from q4_snn.maps import Scale, SumPool2d
 from q4_snn.projection import coming_of
 from q4_snn.runs import runs_of
 
@@ -147,3 +148,23 @@ def test_neurons_without_operations() -> None:
             PopulationProgram(network.graph, ["cells"], batch=1)
         network(torch.zeros(8, 1, 4))
     assert any("AdEx has no operations" in reason for reason in network.record.reasons)
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "what"),
+    [
+        (SumPool2d(2), 16, "SumPool2d"),
+        (nn.AvgPool2d(2), 16, "AvgPool2d"),
+        (nn.Conv2d(1, 1, 3), 36, "Conv2d"),
+        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()), 72, "Sequential of Conv2d, Flatten"),
+    ],
+)
+def test_layers_without_operations(layer: nn.Module, size: int, what: str) -> None:
+    """Convolutions and poolings run in torch, and the reason names projection and layer."""
+    pixels, cells = Population("pixels", 64, spikes=True), Population("cells", size, LIF(1e-2))
+    network = Network([pixels, cells], [LayerProjection(pixels, cells, layer, shape=(1, 8, 8))])
+    with torch.no_grad():
+        found, _ = network(torch.ones(8, 1, 64))
+    assert found["cells"].shape == (8, 1, size)
+    assert network.record.backend is None
+    assert network.record.reasons == (f"projection 'pixels->cells': its layer {what} has no operations",)

@@ -397,7 +397,8 @@ def _layer(item: LayerProjection, emission: Emission, source: Source, ring: None
     del ring
     layer = item.synapses
     if type(layer) not in {nn.Identity, Scale} or "forward" in vars(layer) or hook_of(layer):
-        emission.refuse(f"its layer, a {type(layer).__name__}, has no operations")
+        kinds = ", ".join(type(part).__name__ for part in layer) if isinstance(layer, nn.Sequential) else ""
+        emission.refuse(f"its layer {type(layer).__name__}{f' of {kinds}' if kinds else ''} has no operations")
     if source.is_binary:
         x = emission.unpack(source.ring, source.size, item.delay)
     else:
