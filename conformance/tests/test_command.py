@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -14,14 +15,15 @@ import typer
 from typer.testing import CliRunner, Result
 
 import q4core as q4
-from q4_conformance.command.conform import add_conform
-from q4_conformance.command.plugin import q4_commands
+from q4_conformance.command.declared import PROFILES as DECLARED
+from q4_conformance.command.declared import conform
 from q4_conformance.contract.case import part_order
+from q4_conformance.execution.process import Limits
 from q4_conformance.outcome import CaseResult, Outcome
 from q4_conformance.report.certificate import to_text
 from q4_conformance.report.markdown import to_markdown
 from q4_conformance.report.verify import CertificateError, read_certificate
-from q4_conformance.subjects.profiles import UnknownTargetError
+from q4_conformance.subjects.profiles import PROFILES, UnknownTargetError
 from tests.support.limits import scaled
 
 ONE = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
@@ -36,7 +38,7 @@ def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _call(*words: object) -> Result:
     app = typer.Typer()
-    add_conform(app)
+    app.command()(conform)
     return CliRunner().invoke(app, [*map(str, words)])
 
 
@@ -46,11 +48,10 @@ def _answer(*words: object, status: int = 0) -> Any:
     return json.loads(result.stdout)
 
 
-def test_the_command_is_added_by_its_hook() -> None:
-    """The hook adds ``conform``, and nothing else."""
-    app = typer.Typer()
-    q4_commands(app)
-    assert [info.name for info in app.registered_commands] == ["conform"]
+def test_the_declaration_knows_what_the_kit_has() -> None:
+    """What help shows without loading the kit is what the kit has: the profiles, and the limit of a case."""
+    assert DECLARED == PROFILES
+    assert inspect.signature(conform).parameters["limit"].default == Limits().case_seconds
 
 
 def test_help_says_it_all() -> None:

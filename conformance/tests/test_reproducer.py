@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from q4_conformance.command.conform import add_conform
+from q4_conformance.command.declared import conform
 from q4_conformance.execution.process import Limits
 from q4_conformance.execution.query import Query
 
@@ -39,7 +39,7 @@ def test_the_command_fails_when_run(name: str, profile: str | None, case: str, o
     limits = Limits(case_seconds=3.0) if outcome == "timeout" else Limits()
     command = Query(name=name, profile=profile, limits=limits).command_of(case)
     app = typer.Typer()
-    add_conform(app)
+    app.command()(conform)
     done = CliRunner().invoke(app, [*shlex.split(command)[2:], "--json"])
     assert done.exit_code == 1, done.output
     (result,) = json.loads(done.stdout)["certificate"]["results"]

@@ -22,6 +22,7 @@ from q4core.errors import (
     Q4PluginWarning,
     SchemaError,
     UnknownDialectError,
+    closest_name,
     counted,
 )
 from q4core.schema import Problem, Schema, catalogue_of, detect_in, problems_error, require_arguments, validate_in
@@ -173,6 +174,8 @@ def _path_error(path: Path) -> CheckpointError | None:
         if not path.exists():
             what = "the path does not exist"
             hint = "Name a safetensors file, an index of shards, a model folder, or a GGUF file."
+            if close := closest_name(path.name, [item.name for item in path.parent.iterdir()]):
+                hint = f"Did you mean {str(path.with_name(close))!r}?"
         elif path.is_dir():
             suffixes = {item.suffix for item in path.iterdir()}
             if ".safetensors" not in suffixes and not any(path.glob("*.safetensors.index.json")):

@@ -21,7 +21,7 @@ from q4core.errors import PLUGIN_FAULTS, closest_name, counted
 from q4core.formats import FLOATS, cat_stored
 from q4core.machine.cache_folder import cache_folder
 from q4core.machine.torch_state import is_plain_call, on_device, outside_inference
-from q4core.plugins.discovery import HOOKS, names_of_plugins, plugin_of_command
+from q4core.plugins.discovery import HOOKS, names_of_plugins
 from q4core.schema import MARKER as DIALECT_KEY
 from q4core.schema import dialect_of, find_dialect
 from q4core.selection.cache import resolve_device
@@ -56,7 +56,6 @@ __all__ = [
     "outside_inference",
     "parse_json",
     "parse_log",
-    "plugin_of_command",
     "read_config",
     "read_object",
     "require_regular",

@@ -13,7 +13,7 @@ import pluggy
 
 from q4core.diagnostics.describe_exception import describe_exception
 from q4core.errors import closest_name
-from q4core.plugins.hooks import COMMAND_GROUP, ENTRY_POINT_GROUP, PROJECT, HookSpecs
+from q4core.plugins.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,22 +84,6 @@ def names_of_plugins(environment: Mapping[str, str]) -> tuple[str, ...]:
         if _allowed(name, environment, by_module=source == "Q4_PLUGIN_MODULES")
     )
     return tuple(dict.fromkeys(names))
-
-
-def plugin_of_command(word: str, environment: Mapping[str, str]) -> tuple[str, object] | None:
-    """Return the one plugin that announces a command, as (name, plugin object), without loading any other.
-
-    It is announced by an entry point in group ``q4core.commands`` that has the command's name, and the value of the
-    plugin's own entry point. None where no plugin announces it or two do. None also where it is disabled or does not
-    load, which is reported when all plugins are loaded. ``environment`` holds the ``Q4_PLUGIN*`` variables.
-    """
-    values = {point.value for point in importlib.metadata.entry_points(group=COMMAND_GROUP, name=word)}
-    points = [point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if point.value in values]
-    if len(points) != 1 or not _allowed(points[0].name, environment, by_module=False):
-        return None
-    record = PluginRecord(points[0].name, "", "loaded")
-    plugin, fault = call_plugin(record, "import", points[0].load)
-    return None if fault is not None else (record.name, plugin)
 
 
 def _names(value: str | None) -> tuple[str, ...]:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 PROJECT = "q4core"
 ENTRY_POINT_GROUP = "q4core.plugins"
-COMMAND_GROUP = "q4core.commands"
-"""Where a plugin announces a sub-command by its name, so that ``q4`` loads it alone to run that command."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -69,14 +67,6 @@ class HookSpecs:
     @hookspec
     def q4_architectures(self) -> list[Any]:  # type: ignore[empty-body]  # a specification
         """Return architectures of model files; q4-lm says what they are."""
-
-    @hookspec
-    def q4_commands(self, app: Any) -> None:
-        """Add sub-commands to the ``q4`` command; ``app`` is its ``typer.Typer``.
-
-        All plugins are loaded to learn of them, but for a command that its plugin announces: by an entry point in group
-        ``q4core.commands`` with the command's name and the value of the plugin's own.
-        """
 
     @hookspec
     def q4_event(self, event: str, fields: dict[str, Any]) -> None:

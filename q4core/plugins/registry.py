@@ -198,11 +198,6 @@ class Registry:
         )
         return (*refused, *failed)
 
-    def add_commands(self, app: Any) -> None:
-        """Let every plugin add its sub-commands to the ``q4`` command."""
-        for implementation in self._implementations("q4_commands"):
-            self._call("q4_commands", implementation, implementation.function, app)
-
     def _forward_event(self, event: str, fields: dict[str, Any]) -> None:
         """Pass one event to the plugins that watch."""
         if self._manager is None or event == "q4.plugin":

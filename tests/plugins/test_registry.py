@@ -216,7 +216,7 @@ BASE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("where", ["import", "q4_backends", "q4_commands", "q4_event"])
+@pytest.mark.parametrize("where", ["import", "q4_backends", "q4_event"])
 @pytest.mark.parametrize("kind", BASE_FAULTS)
 @pytest.mark.filterwarnings("ignore::q4core.Q4PluginWarning")
 def test_a_base_exception_is_recorded_like_any_error(
@@ -225,13 +225,12 @@ def test_a_base_exception_is_recorded_like_any_error(
     """What derives from BaseException alone, at import or in a hook, costs only its own plugin."""
     name = f"q4_test_base_{kind}_{where}"
     body = textwrap.indent(BASE_FAULTS[kind], "    ")
-    arguments = {"q4_commands": "app", "q4_event": "event, fields"}.get(where, "")
+    arguments = "event, fields" if where == "q4_event" else ""
     text = f"import q4core\n@q4core.hookimpl\ndef {where}({arguments}):\n{body}\n"
     (tmp_path / f"{name}.py").write_text(BASE_FAULTS[kind] if where == "import" else text)
     monkeypatch.syspath_prepend(tmp_path)
     registry = q4.Registry(environment={"Q4_PLUGINS": "dequant-fallback", "Q4_PLUGIN_MODULES": name})
     assert "dequant-fallback" in registry.backends()
-    registry.add_commands(object())
     emit("q4.one")
     (error,) = _records(registry)[name].errors
     assert where in error

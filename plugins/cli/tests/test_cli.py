@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 import q4core as q4
 from q4_cli.app import build_app, run
 from tests.support.commands import NF4, ROOT, answer, process, say
-from tests.support.fakes import plugin
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("own_directory")
 
 def test_version_names_what_matters() -> None:
     """``--version`` says the versions of q4core, torch and Python on one line."""
-    result = CliRunner().invoke(build_app(q4.Registry([])), ["--version"])
+    result = CliRunner().invoke(build_app(), ["--version"])
     assert result.exit_code == 0
     assert result.output.count("\n") == 1
     for version in (q4.__version__, torch.__version__, ".".join(map(str, sys.version_info[:3]))):
@@ -51,14 +50,15 @@ def test_a_missing_command_is_reported_with_its_distribution(
     command: str, distribution: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a documented command is missing, the hint says what to install, or where to look why that isn't loaded."""
+    monkeypatch.setattr("q4_cli.app.announced", lambda _: ({}, []))
     monkeypatch.setattr("q4_cli.failure.find_spec", lambda name: name != distribution.replace("-", "_"))
-    assert run([command, "x"], registry=q4.Registry([])) == 2
+    assert run([command, "x"]) == 2
     shown = capsys.readouterr().err
     assert f"No such command '{command}'" in shown
     assert f"pip install {distribution}" in shown
     assert "Did you mean" not in shown
     monkeypatch.setattr("q4_cli.failure.find_spec", lambda _: True)
-    assert run([command, "x"], registry=q4.Registry([])) == 2
+    assert run([command, "x"]) == 2
     shown = capsys.readouterr().err
     assert f"{distribution} provides it and is not loaded" in shown
     assert "q4 doctor" in shown
@@ -73,7 +73,7 @@ def test_the_command_says_nothing_of_numpy(tmp_path: Path) -> None:
         "@q4core.hookimpl\ndef q4_formats():\n    return []\n"
     )
     variables = {"PYTHONPATH": str(tmp_path), "Q4_PLUGINS": "dequant-fallback", "Q4_PLUGIN_MODULES": "q4_warning"}
-    done = process("--help", variables=variables)
+    done = process("doctor", "--device", "cpu", variables=variables)
     assert done.returncode == 0
     assert "NumPy" not in done.stderr
     assert "something else" in done.stderr
@@ -82,7 +82,7 @@ def test_the_command_says_nothing_of_numpy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["doctor", "inspect", "explain", "quantize", "convert", "bench"])
 def test_every_command_takes_json_and_has_help(command: str) -> None:
     """Every command has a help text and the option ``--json``."""
-    result = CliRunner().invoke(build_app(q4.Registry([])), [command, "--help"], env={"TERMINAL_WIDTH": "120"})
+    result = CliRunner().invoke(build_app(), [command, "--help"], env={"TERMINAL_WIDTH": "120"})
     assert result.exit_code == 0
     assert "--json" in result.output
 
@@ -107,49 +107,71 @@ def test_module_is_the_command() -> None:
     assert (done.returncode, done.stdout.split()[0]) == (0, "q4")
 
 
-def test_plugins_add_commands_and_can_take_none_away(capsys: pytest.CaptureFixture[str]) -> None:
-    """A plugin's command joins ours, one that takes our name is left out, and one that can't be built leaves ours."""
-    bad: list[bool] = []
-
-    def q4_commands(app: typer.Typer) -> None:
-        def hello() -> None:
-            typer.echo("hello")
-
-        def doctor() -> None:
-            typer.echo("an impostor")
-
-        def broken(value: int) -> None:
-            del value
-
-        broken.__annotations__["value"] = "NoSuchType"
-        app.command()(hello)
-        app.command()(doctor)
-        if bad:
-            app.command()(broken)
-
-    app = build_app(q4.Registry([("noisy", plugin(q4_commands=q4_commands))]))
-    assert "'doctor'" in capsys.readouterr().err
-    runner = CliRunner()
-    assert runner.invoke(app, ["hello"]).output == "hello\n"
-    assert "impostor" not in runner.invoke(app, ["doctor", "--help"]).output
-    bad.append(True)
-    app = build_app(q4.Registry([("noisy", plugin(q4_commands=q4_commands))]))
-    assert "NoSuchType" in capsys.readouterr().err
-    assert runner.invoke(app, ["doctor", "--help"]).exit_code == 0
+def announce(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, **commands: str) -> None:
+    """Install a distribution whose module ``q4_noisy`` has this code, and which announces these commands."""
+    info = folder / "q4_noisy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: q4-noisy\nVersion: 1.0\n")
+    lines = [f"{name} = q4_noisy:{target}" for name, target in commands.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[q4core.commands]", *lines, ""]))
+    (folder / "q4_noisy.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "q4_noisy", raising=False)
 
 
-def test_a_command_that_is_named_beforehand_loads_no_other_plugin(tmp_path: Path) -> None:
-    """A plugin that ends the process while it is loaded takes away no command of the entry point group of commands."""
+NOISY = """
+import typer
+print("loaded")
+def hello(): typer.echo("hello")
+def impostor(): typer.echo("an impostor")
+def broken(value: "NoSuchType"): pass
+several = typer.Typer(help="Two of them.")
+@several.command()
+def first(*, loud: bool = False): typer.echo("FIRST" if loud else "first")
+@several.command()
+def second(): typer.echo("second")
+"""
+
+
+def test_plugins_add_commands_and_can_take_none_away(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plugin's command joins ours; one that takes our name, is not there or can't be built is left out alone."""
+    targets = {"hello": "hello", "doctor": "impostor", "broken": "broken", "absent": "absent", "several": "several"}
+    announce(tmp_path, monkeypatch, NOISY, **targets)
+    shown = say(capsys, "--help")
+    for word in ("hello", "several", "Two of them", "generate", "conform"):
+        assert word in shown
+    assert "loaded" not in shown, "what a plugin prints is no part of the output"
+    assert run(["--help"]) == 0
+    warned = capsys.readouterr().err
+    for words in (r"'doctor' is left out: the name is taken", r"'broken' is left out.*NoSuchType", r"'absent' is left"):
+        assert re.search(words, warned), words
+    assert say(capsys, "hello") == "hello\n"
+    assert say(capsys, "several", "first", "--loud") == "FIRST\n"
+    assert "impostor" not in say(capsys, "doctor", "--help")
+    assert run(["broken"]) == 2
+
+
+def test_a_command_of_two_distributions_is_nobodys(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that two distributions announce is left out, with both named: no answer depends on the path's order."""
+    announce(tmp_path, monkeypatch, NOISY, generate="hello")
+    assert run(["generate"]) == 2
+    assert "q4-lm and q4-noisy both announce it" in capsys.readouterr().err
+
+
+def test_a_command_loads_no_plugin(tmp_path: Path) -> None:
+    """A plugin that ends the process while it is loaded takes away no command; one that is shut out adds none."""
     info = tmp_path / "q4_early-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: q4-early\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[q4core.plugins]\nearly = q4_early\na-deadly = q4_deadly\n[q4core.commands]\nearly = q4_early\n"
+        "[q4core.plugins]\nearly = q4_early\na-deadly = q4_deadly\n[q4core.commands]\nearly = q4_early:early\n"
     )
     (tmp_path / "q4_deadly.py").write_text("import os\nos._exit(5)\n")
-    (tmp_path / "q4_early.py").write_text(
-        "import q4core\n@q4core.hookimpl\ndef q4_commands(app):\n    app.command('early')(lambda: print('good day'))\n"
-    )
+    (tmp_path / "q4_early.py").write_text("def early():\n    print('good day')\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
 
     def call(**more: str) -> subprocess.CompletedProcess[str]:
@@ -158,7 +180,9 @@ def test_a_command_that_is_named_beforehand_loads_no_other_plugin(tmp_path: Path
 
     done = call()
     assert (done.returncode, done.stdout) == (0, "good day\n"), done.stderr
-    assert call(Q4_DISABLE_PLUGINS="early").returncode == 5, "a plugin that is shut out adds no command"
+    shut_out = call(Q4_DISABLE_PLUGINS="early,a-deadly")
+    assert (shut_out.returncode, shut_out.stdout) == (2, "")
+    assert "No such command 'early'" in shut_out.stderr
 
 
 # -- the documentation
@@ -184,7 +208,7 @@ def section(command: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_documentation_has_every_option(command: str) -> None:
     """Each option of each command is in its section of ``docs/cli.md``, and no other one does."""
-    group: Any = typer.main.get_command(build_app(q4.Registry([])))
+    group: Any = typer.main.get_command(build_app())
     options = {name for item in group.commands[command].params for name in item.opts if name.startswith("--")}
     shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", section(command)))
     assert options - {"--help"} <= shown

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,10 @@ from safetensors.torch import save_file
 import q4core as q4
 from q4_cli.app import run
 from q4_cli.failure import describe
-from tests.support.fakes import plugin
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import typer
 
 ROOT = Path(__file__).parents[3]
 NF4 = ROOT / "conformance/src/q4_conformance/golden/bitsandbytes/nf4-b64.safetensors"
@@ -75,12 +73,12 @@ BAD = {
     "inspect packed.safetensors --dialect simple-nf4": (2, "schema"),
     "explain missing.safetensors": (2, "checkpoint"),
     "explain packed.safetensors --backend dequant-fallbak": (2, "unknown_backend"),
-    "explain packed.safetensors --compute-path fast": (2, "usage"),
+    "explain packed.safetensors --compute-path fast": (2, "config"),
     "explain packed.safetensors --backend dequant-fallback --compute-path kernel_only": (2, "policy_conflict"),
     "explain packed.safetensors --compute-path kernel_only": (1, "backend_unavailable"),
     "explain packed.safetensors --device tpu": (2, "config"),
     "explain packed.safetensors --device cuda:97": (2, "config"),
-    "explain packed.safetensors --precision int7": (2, "usage"),
+    "explain packed.safetensors --precision int7": (2, "config"),
     "explain packed.safetensors --dtype floaty": (2, "config"),
     "explain packed.safetensors --m 0:4": (2, "config"),
     "explain packed.safetensors --m 8:4": (2, "config"),
@@ -249,27 +247,27 @@ def test_plugin_command_that_fails_is_reported_cleanly(
 ) -> None:
     """A fault inside a plugin's command is one message and status 70; its typed errors keep theirs."""
 
-    def q4_commands(app: typer.Typer) -> None:
-        @app.command()
-        def fault() -> None:
-            raise KeyError("oops")
+    def fault() -> None:
+        raise KeyError("oops")
 
-        @app.command()
-        def typed() -> None:
-            raise q4.InputError("typed", name="x", rule="good", value="bad")
+    def typed() -> None:
+        raise q4.InputError("typed", name="x", rule="good", value="bad")
 
-    registry = q4.Registry([("failing", plugin(q4_commands=q4_commands))])
-    assert run(["fault"], registry=registry) == 70
+    points = {name: EntryPoint(name, f"{__name__}:{name}", "q4core.commands") for name in ("fault", "typed")}
+    monkeypatch.setattr("q4_cli.app.announced", lambda _: (points, []))
+    monkeypatch.setitem(globals(), "fault", fault)
+    monkeypatch.setitem(globals(), "typed", typed)
+    assert run(["fault"]) == 70
     captured = capsys.readouterr()
     assert captured.err.startswith("error [internal] KeyError")
     assert "Traceback" not in captured.err
-    assert run(["typed"], registry=registry) == 2
+    assert run(["typed"]) == 2
     assert capsys.readouterr().err.startswith("error [input] typed: x must be good, got 'bad'")
     for words in (["--debug", "fault"], ["fault", "--debug"]):
-        assert run(words, registry=registry) == 70
+        assert run(words) == 70
         assert "Traceback" in capsys.readouterr().err
     monkeypatch.setenv("Q4_DEBUG", "1")
-    assert run(["fault"], registry=registry) == 70
+    assert run(["fault"]) == 70
     assert "Traceback" in capsys.readouterr().err
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +13,8 @@ from typer.testing import CliRunner
 
 import q4core as q4
 from q4_lm import Generation, LanguageModel
-from q4_lm.commands.generate import add_generate, find_model, printable
+from q4_lm.commands.declared import generate
+from q4_lm.commands.generate import find_model, printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def invoke(path: Path, *arguments: str) -> Result:
     """Run the command on an application of its own; an error comes through as it is."""
     app = typer.Typer()
-    add_generate(app)
+    app.command()(generate)
     app.callback()(lambda: None)
     result = CliRunner().invoke(app, ["generate", str(path), "--max-tokens", "12", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -143,10 +143,9 @@ def test_bad_options(options: tuple[str, str], error: type[Exception], tiny_llam
 
 @pytest.mark.parametrize("options", [("--compute-path", "fastest"), ("--precision", "rough")])
 def test_a_choice_that_is_none(options: tuple[str, str], tiny_llama: Path) -> None:
-    """A value that is none of an option's is named with the option and those there are."""
-    refused = invoke(tiny_llama, "--prompt", "a", *options)
-    assert refused.exit_code == 2
-    assert re.search(f"{options[0]}.*{options[1]}.*is.not.one.of.*auto", refused.output, re.DOTALL)
+    """A value that is none of an option's is named with those there are."""
+    with pytest.raises(q4.ConfigError, match=rf"must be one of 'auto', .* got '{options[1]}'"):
+        invoke(tiny_llama, "--prompt", "a", *options)
 
 
 def test_missing_file_says_how_to_get_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import q4core as q4
 from q4_lm import Conversation, Generation, LanguageModel, Sampler, generate_batch, measure_perplexity, stream_text
-from q4_lm.commands.generate import add_generate
+from q4_lm.commands.declared import chat, generate, perplexity
 from q4_lm.generation.run import StopReason
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ PROMPTS = [[5, 100, 267, 0, 33], [7], [250, 1, 64, 12, 9, 9, 30]]
 def invoke(*arguments: str, given: str = "") -> Result:
     """Run a command on an application of its own; an error comes through as it is."""
     app = typer.Typer()
-    add_generate(app)
+    for command in (generate, chat, perplexity):
+        app.command()(command)
     result = CliRunner().invoke(app, arguments, input=given)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -11,7 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 import q4core as q4
-from q4_lm.commands.cache import add_cache
+from q4_lm.commands.declared import cache as cache_commands
+from q4_lm.commands.declared import prepare
 from tests.support.prepared import only_file
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def invoke(cache: Path | str, monkeypatch: pytest.MonkeyPatch, *arguments: str) 
     """Run the command on an application of its own; an error comes through as it is."""
     monkeypatch.setenv("Q4_CACHE", str(cache))
     app = typer.Typer()
-    add_cache(app)
+    app.command()(prepare)
+    app.add_typer(cache_commands, name="cache")
     result = CliRunner().invoke(app, [*arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

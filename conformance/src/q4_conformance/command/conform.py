@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from pathlib import Path  # noqa: TC003  # typer reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,66 +20,33 @@ from q4_conformance.report.files import write_files
 from q4_conformance.report.status import counted, line_of, title_of
 from q4_conformance.report.terminal import STYLES, console_of, show_check, show_run
 from q4_conformance.report.verify import installed_source, read_certificate, read_page
-from q4_conformance.subjects.profiles import PROFILES
 from q4core import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from q4_conformance.outcome import CaseResult
 
 _WHAT = "q4 conform"
-_MOST_SECONDS = 86_400.0
 _VERIFIED = ("standing", "sentence", "subject", "counts", "content_hash", "statement")
 """Parts of a certificate that ``--verify --json`` prints."""
-_EPILOG = (
-    "Exits with 0 when all that was due passed, 1 when something failed, 2 for bad usage or a damaged certificate. "
-    "--check exits with 1 where a case ended otherwise. A run of all cases makes a certificate; --case, "
-    "--format and --pairwise make a report."
-)
 
 
 def conform(  # noqa: PLR0913  # one argument per option
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME", help="Installed backend, provider, dialect, reader, layer type; module:function; or q4core."
-        ),
-    ] = None,
+    name: str | None,
     *,
-    profile: Annotated[
-        str | None, typer.Option(help=f"{', '.join(PROFILES)}. Defaults to what NAME is.", metavar="PROFILE")
-    ] = None,
-    formats: Annotated[
-        list[str] | None, typer.Option("--format", metavar="FORMAT", help="Only this format (may be repeated).")
-    ] = None,
-    cases: Annotated[
-        list[str] | None,
-        typer.Option("--case", metavar="ID", help="Only cases whose ids begin so, such as TC-09/bias (repeatable)."),
-    ] = None,
-    is_pairwise: Annotated[
-        bool,
-        typer.Option("--pairwise", help="Only enough cases to have every pair of dtype, precision, scales and so on."),
-    ] = False,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda or cuda:<index>.")] = "cpu",
-    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write JSON and Markdown there.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes at once; 2 where there are two cores.")] = None,
-    limit: Annotated[
-        float,
-        typer.Option(
-            min=0.1,
-            max=_MOST_SECONDS,
-            help="Seconds that one case may take; loading a plugin half as much again, 10 at least.",
-        ),
-    ] = Limits().case_seconds,
-    verify: Annotated[
-        Path | None, typer.Option("--verify", metavar="FILE", help="Check a certificate instead.")
-    ] = None,
-    check: Annotated[
-        Path | None,
-        typer.Option("--check", metavar="FILE", help="Fail where a case ends otherwise than in this certificate.md."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead.")] = False,
+    profile: str | None,
+    formats: list[str] | None,
+    cases: list[str] | None,
+    is_pairwise: bool,
+    device: str,
+    report: Path | None,
+    jobs: int | None,
+    limit: float,
+    verify: Path | None,
+    check: Path | None,
+    as_json: bool,
 ) -> None:
     """Judge a backend by every case of its contract, in processes of its own, and certify what passes."""
     asked = [item for item in (name, verify) if item]
@@ -174,8 +140,3 @@ def _verify(path: Path, *, as_json: bool) -> None:
     console.print(f"{title_of(document)} on {document['subject']['device']}: {counted(document)}")
     console.print(facts["installed"])
     console.print(Text(document["statement"], style="dim"))
-
-
-def add_conform(app: typer.Typer) -> None:
-    """Add ``conform`` to the ``q4`` command."""
-    app.command("conform", epilog=_EPILOG)(conform)

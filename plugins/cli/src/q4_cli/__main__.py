@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import signal
 import sys
 import warnings
 
-__all__ = ["main"]
+from q4_cli.loading import quiet_interrupt
 
-_INTERRUPTED = 130
+__all__ = ["main"]
 
 
 def main() -> int:
@@ -19,14 +17,9 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Nothing here needs NumPy, of whose absence torch warns. Programs that import q4core see the warning.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_default:  # while torch loads there is nothing to unwind, and a traceback would not help
-        signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
-    from q4_cli.app import run  # noqa: PLC0415  # loads torch, after the lines above
+    with quiet_interrupt():
+        from q4_cli.app import run  # noqa: PLC0415  # after the lines above
 
-    if is_default:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.freeze()  # what torch is made of ends with the process: a garbage collection over it takes long
     return run(sys.argv[1:])
 
 

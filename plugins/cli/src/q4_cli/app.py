@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.metadata
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-import q4core as q4
-from q4_cli.bench import bench
-from q4_cli.convert import convert
-from q4_cli.doctor import doctor
-from q4_cli.explain import explain
+from q4_cli.announced import announced, load
+from q4_cli.commands import COMMANDS
 from q4_cli.failure import BROKEN_PIPE, INTERRUPTED, report
-from q4_cli.inspect import inspect
+from q4_cli.help import Command, Group
+from q4_cli.loading import load_library
 from q4_cli.output import warn, warnings_on_stderr
-from q4_cli.quantize import quantize
-from q4core.plugin_api import muted, parse_log, plugin_of_command
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
 __all__ = ["build_app", "run"]
+
+_WIDEST_HELP = 100
+_ALONE = {"--version", "--install-completion", "--show-completion"}
+"""Words after which no command comes."""
 
 
 def _version(value: bool) -> None:  # noqa: FBT001  # an option's callback
     if value:
         python = ".".join(map(str, sys.version_info[:3]))
-        typer.echo(f"q4 {q4.__version__} (torch {torch.__version__}, Python {python})")
+        core, torch = (importlib.metadata.version(name) for name in ("q4core", "torch"))  # which need not be loaded
+        typer.echo(f"q4 {core} (torch {torch}, Python {python})")
         raise typer.Exit
 
 
@@ -48,39 +50,64 @@ def _root(
     del version, debug  # a callback's; run() reads it anywhere in the command line
 
 
-def build_app(registry: q4.Registry | None = None) -> typer.Typer:
-    """Return the ``typer`` application: our commands, then those of the plugins.
+def build_app(word: str = "") -> typer.Typer:
+    """Return the ``typer`` application: our commands, then those that plugins announce.
 
-    A plugin's command with the name of one of ours is left out with a warning, and so are all of them where typer can't
-    build one. The registry defaults to the process's.
+    Where ``word`` is a command, no other plugin's command is imported than that. One that has our name, can't be
+    imported or can't be built is left out with a warning.
     """
     app = typer.Typer(
         name="q4",
         help="4-bit checkpoints: look into them, make them, and see what runs them here, and why.",
-        add_completion=False,
+        epilog="`q4 COMMAND --help` has each command's options and an example. Tab completion: q4 --install-completion",
+        cls=Group,
+        rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST_HELP},
     )
     app.callback()(_root)
-    for command in (doctor, inspect, explain, quantize, convert, bench):
-        app.command(command.__name__)(command)
-    ours = list(app.registered_commands)
-    with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints while it is loaded is no part of the output
-        (registry or q4.default_registry()).add_commands(app)
-    for info in app.registered_commands[len(ours) :]:
-        name = info.name or getattr(info.callback, "__name__", "")
-        if name in {own.name for own in ours}:
-            warn(f"a plugin's command {name!r} is left out: the name is taken")
-            app.registered_commands.remove(info)
-    try:
-        typer.main.get_command(app)
-    except Exception as error:  # noqa: BLE001  # the plugin boundary
-        warn(f"the plugins' commands are left out, as one can't be built: {type(error).__name__}: {error}")
-        app.registered_commands = ours
+    for command in COMMANDS:
+        app.command(command.__name__, cls=Command)(_prepared(command))
+    ours = {command.__name__ for command in COMMANDS}
+    if word in ours | _ALONE:
+        return app
+    found, problems = announced(ours)
+    for name, point in found.items() if word not in found else [(word, found[word])]:
+        try:
+            part = load(name, point, _prepared)
+        except Exception as error:  # noqa: BLE001  # the plugin boundary
+            problems.append(f"the command {name!r} is left out: {type(error).__name__}: {error}")
+        else:
+            app.registered_commands += part.registered_commands
+            app.registered_groups += part.registered_groups
+    for problem in problems:
+        warn(problem)
     return app
 
 
-def run(arguments: Sequence[str], *, registry: q4.Registry | None = None) -> int:
+def _prepared(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that first loads the library, which help, completion and usage errors do without."""
+
+    @functools.wraps(command)
+    def call(*arguments: Any, **options: Any) -> None:
+        load_library()
+        from q4core import ConfigError  # noqa: PLC0415  # loaded by now
+        from q4core.plugin_api import muted, parse_log  # noqa: PLC0415  # as above
+
+        quiet: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        try:
+            parse_log(os.environ.get("Q4_LOG", ""))
+        except ConfigError:
+            if command is not COMMANDS[0]:  # doctor lists it among the problems
+                raise
+            quiet = muted()
+        with quiet:
+            command(*arguments, **options)
+
+    return call
+
+
+def run(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit status; nothing is raised."""
     end = list(arguments).index("--") if "--" in arguments else len(arguments)
     named = arguments[:end]
@@ -93,7 +120,7 @@ def run(arguments: Sequence[str], *, registry: q4.Registry | None = None) -> int
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal of few characters still works
     try:
-        return _call(words, registry)
+        return _call(words)
     except BrokenPipeError:
         pass
     except SystemExit as stop:
@@ -107,24 +134,9 @@ def run(arguments: Sequence[str], *, registry: q4.Registry | None = None) -> int
     return BROKEN_PIPE
 
 
-def _call(words: list[str], registry: q4.Registry | None) -> int:
-    is_doctor = words[0] == "doctor"
-    try:
-        parse_log(os.environ.get("Q4_LOG", ""))
-        quiet: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    except q4.ConfigError:
-        if not is_doctor:  # which lists it among the problems
-            raise
-        quiet = muted()
-    hidden = (q4.Q4PluginWarning,) if is_doctor else ()  # doctor reports what is wrong with plugins anyway
-    with quiet, _terminable(), warnings_on_stderr(*hidden):
-        if registry is None and is_doctor:
-            registry = q4.Registry([])  # which loads the plugins itself, once it has tried them
-        elif registry is None:
-            # The plugin that announces the command, alone, so that no other one can take it away by crashing.
-            announced = plugin_of_command(words[0], os.environ)
-            registry = q4.default_registry() if announced is None else q4.Registry([announced])
-        command = typer.main.get_command(build_app(registry))
+def _call(words: list[str]) -> int:
+    with _terminable(), warnings_on_stderr():
+        command = typer.main.get_command(build_app(words[0]))
         status = command.main(args=words, prog_name="q4", standalone_mode=False)
         sys.stdout.flush()
         if status == INTERRUPTED:  # newer typers turn Ctrl-C into a status of their own

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import typer
 
 import q4core as q4
-from q4_cli import options
+from q4_cli import values
 from q4_cli.doctor_report import versions
 from q4_cli.files import open_file
 from q4_cli.output import open_output, print_table, say
@@ -32,41 +31,39 @@ _TITLES = ("layer", "M", "median", "path", "GB/s", "N×K", "of copy", "p10 … p
 
 
 def bench(  # noqa: PLR0913  # one argument per option
-    file: Annotated[str | None, typer.Argument(metavar="FILE", help="A checkpoint, or use --shape.")] = None,
+    file: str | None,
     *,
-    shape: Annotated[str | None, typer.Option("--shape", metavar="NxK", help="A made-up weight of this shape.")] = None,
-    format: Annotated[  # noqa: A002  # the option's name
-        str | None, typer.Option("--format", metavar="FORMAT", help="With --shape: nf4, nvfp4, q4_0, …")
-    ] = None,
-    layer: Annotated[str | None, typer.Option("--layer", metavar="NAME", help="Only this layer of FILE.")] = None,
-    m: Annotated[str, typer.Option("--m", metavar="LIST", help="Rows of x, with commas between.")] = "1,8,64",
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="For each measurement.")] = 1.0,
-    warm: Annotated[bool, typer.Option("--warm", help="Read the weight from caches, not from memory.")] = False,
-    device: options.Device = None,
-    backend: options.Backend = None,
-    compute_path: options.ComputePath = None,
-    dtype: options.Dtype = None,
-    precision: options.Precision = None,
-    dialect: options.Dialect = None,
-    as_json: options.Json = False,
+    shape: str | None,
+    format: str | None,  # noqa: A002  # the option's name
+    layer: str | None,
+    m: str,
+    seconds: float,
+    warm: bool,
+    device: str | None,
+    backend: str | None,
+    compute_path: str | None,
+    dtype: str | None,
+    precision: str | None,
+    dialect: str | None,
+    as_json: bool,
 ) -> None:
     """Time the paths that would serve, after checking what they compute."""
-    rows = options.parse_rows_list(m)
+    rows = values.parse_rows_list(m)
     if not 0 < seconds <= _MOST_SECONDS:
-        raise options.illegal("--seconds", f"above 0 and at most {_MOST_SECONDS:.0f}", seconds)
+        raise values.illegal("--seconds", f"above 0 and at most {_MOST_SECONDS:.0f}", seconds)
     if (file is None) == (shape is None):
         value = "neither" if file is None else "both"
-        raise options.illegal("FILE, --shape", "given as exactly one of the two", value)
+        raise values.illegal("FILE, --shape", "given as exactly one of the two", value)
     if (format is None) != (shape is None):
-        raise options.illegal("--format", "given with --shape, and with it alone", format)
+        raise values.illegal("--format", "given with --shape, and with it alone", format)
     if shape is not None and (layer is not None or dialect is not None):
-        raise options.illegal("--layer, --dialect", "used with FILE", "with --shape")
-    config = options.resolve_config(
+        raise values.illegal("--layer, --dialect", "used with FILE", "with --shape")
+    config = values.resolve_config(
         device=device, backend=backend, compute_path=compute_path, precision=precision, dtype=dtype
     )
     with open_output(as_json=as_json) as output, contextlib.ExitStack() as stack:
         if file is None:
-            subjects = [_made_up(options.parse_shape(str(shape)), str(format))]
+            subjects = [_made_up(values.parse_shape(str(shape)), str(format))]
         else:
             checkpoint = stack.enter_context(open_file(file, dialect=dialect))
             subjects = _of_each_kind(checkpoint, (rows[0], rows[-1])) if layer is None else [_named(checkpoint, layer)]
@@ -95,7 +92,7 @@ def _made_up(shape: tuple[int, int], format_name: str) -> Subject:
     available = q4.machine_facts().memory_available_bytes
     if available is not None and 12 * shape[0] * shape[1] > available:
         rule = f"small enough to be quantised here ({available:,} bytes of memory are free)"
-        raise options.illegal("--shape", rule, f"{shape[0]}x{shape[1]}")
+        raise values.illegal("--shape", rule, f"{shape[0]}x{shape[1]}")
     dense = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
     name = f"{format_name}-{shape[0]}x{shape[1]}"
     return name, q4.quantize(dense, format_name, name=name), 1

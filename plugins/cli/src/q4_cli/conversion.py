@@ -11,7 +11,7 @@ import attrs
 import torch
 
 import q4core as q4
-from q4_cli.options import illegal
+from q4_cli.values import illegal
 from q4core.plugin_api import counted, emit, find_dialect
 
 if TYPE_CHECKING:

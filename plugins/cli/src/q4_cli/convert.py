@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 import q4core as q4
-from q4_cli import options
+from q4_cli import values
 from q4_cli.conversion import Contents, Conversion, find_asked, find_sink, note_losses
 from q4_cli.files import (
     GGUF,
@@ -39,29 +37,17 @@ _PLAN = "plan.json"
 
 
 def convert(  # noqa: PLR0913  # one argument per option
-    source: Annotated[
-        str, typer.Argument(metavar="IN", help="A packed checkpoint of any dialect: a file, shards, a folder or GGUF.")
-    ],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="A file named *.safetensors or *.gguf, or a folder.")],
+    source: str,
+    out: str,
     *,
-    dialect: Annotated[str, typer.Option("--dialect", metavar="NAME", help="The dialect to write, or gguf.")],
-    read_as: Annotated[
-        str | None, typer.Option("--from", metavar="NAME", help="How to read keys that several dialects use.")
-    ] = None,
-    requantize: Annotated[
-        bool,
-        typer.Option("--requantize", help="Allow the nearest values where exact ones can't be written, and list them."),
-    ] = False,
-    format: Annotated[  # noqa: A002  # the option's name
-        str | None,
-        typer.Option("--format", metavar="FORMAT", help="What --requantize packs layers of other formats into."),
-    ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option("--skip", metavar="GLOB", help="Write these layers dense; may be repeated.")
-    ] = None,
-    shard_size: options.ShardSize = None,
-    force: options.Force = False,
-    as_json: options.Json = False,
+    dialect: str,
+    read_as: str | None,
+    requantize: bool,
+    format: str | None,  # noqa: A002  # the option's name
+    skip: list[str] | None,
+    shard_size: str | None,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Store a packed checkpoint in another dialect; codes and scales stay exactly what they are.
 
@@ -71,14 +57,14 @@ def convert(  # noqa: PLR0913  # one argument per option
     with open_output(as_json=as_json) as output, open_file(source, dialect=read_as) as checkpoint:
         sink = find_sink(dialect)
         if format is not None and not requantize:
-            raise options.illegal("--format", "given with --requantize, which it belongs to", format)
+            raise values.illegal("--format", "given with --requantize, which it belongs to", format)
         asked_format = find_asked(sink, format)
         is_gguf = sink.name == GGUF[1:]
         target = Target.check(out, checkpoint.path, force=force, suffixes=(GGUF,) if is_gguf else (SUFFIX,))
         if is_gguf and target.is_folder:
             rule = "a file named *.gguf"
             raise q4.CheckpointError("output", name="OUT", rule=rule, value=out, hint="GGUF is one file, or its parts.")
-        shard_bytes = options.parse_size(shard_size)
+        shard_bytes = values.parse_size(shard_size)
         require_readable(checkpoint, "q4 convert")
         if not len(checkpoint):
             where, hint = str(checkpoint.path), "Use `q4 quantize` to pack a dense checkpoint."

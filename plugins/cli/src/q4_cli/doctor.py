@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-from typing import TYPE_CHECKING, Annotated, Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 import typer
 
 import q4core as q4
-from q4_cli import options
+from q4_cli import values
 from q4_cli.doctor_report import environment_facts, survey_backends, unknown_formats, versions
 from q4_cli.output import bytes_text, open_output, say, say_path
 from q4_cli.trial import shut_out, try_plugins
@@ -33,15 +34,16 @@ _WORDS = {"all": ("serves", "green"), "some": ("partly", "yellow"), "none": ("no
 
 def doctor(
     *,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 when a plugin is broken.")] = False,
-    proofs: Annotated[bool, typer.Option("--proofs", help="List the proofs that are remembered on disk.")] = False,
-    as_json: options.Json = False,
+    device: str | None,
+    dtype: str | None,
+    strict: bool,
+    proofs: bool,
+    as_json: bool,
 ) -> None:
     """Show what is installed, what this machine has, and what each backend can do with each format here."""
-    config = q4.SessionConfig(device=device, compute_dtype=options.parse_dtype(dtype))
-    with contextlib.ExitStack() as stack, open_output(as_json=as_json) as output:
+    config = q4.SessionConfig(device=device, compute_dtype=values.parse_dtype(dtype))
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(), open_output(as_json=as_json) as output:
+        warnings.simplefilter("ignore", q4.Q4PluginWarning)  # what is wrong with plugins is in the answer
         facts = q4.machine_facts()
         devices = [torch.device("cpu"), *(torch.device("cuda", item.index) for item in facts.cuda_devices)]
         if device not in {None, "auto"}:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import logging
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import q4core as q4
-from q4_cli import options
+from q4_cli import values
 from q4_cli.failure import CANT_SERVE, describe
 from q4_cli.files import open_file
 from q4_cli.output import NO_LAYER, natural_key, open_output, say, say_path, say_unread, unread_types
@@ -25,28 +25,26 @@ __all__ = ["explain"]
 
 
 def explain(  # noqa: PLR0913  # one argument per option
-    file: options.File,
+    file: str,
     *,
-    device: options.Device = None,
-    compute_path: options.ComputePath = None,
-    backend: options.Backend = None,
-    m: Annotated[str, typer.Option("--m", metavar="LOW:HIGH", help="Rows of x to serve; LOW: has no end.")] = "1:",
-    dtype: options.Dtype = None,
-    precision: options.Precision = None,
-    gradients: Annotated[bool, typer.Option("--gradients", help="Ask for gradients to the input too.")] = False,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="Prepare one layer of each kind, so that its paths prove themselves anew.")
-    ] = False,
-    show_all: Annotated[bool, typer.Option("--all", help="Repeat equal answers, layer by layer.")] = False,
-    dialect: options.Dialect = None,
-    as_json: options.Json = False,
+    device: str | None,
+    compute_path: str | None,
+    backend: str | None,
+    m: str,
+    dtype: str | None,
+    precision: str | None,
+    gradients: bool,
+    prove: bool,
+    show_all: bool,
+    dialect: str | None,
+    as_json: bool,
 ) -> None:
     """Show which backend and paths would run each layer here, and why each other one would not.
 
     Ends with 1 where a layer has no backend or can't be read.
     """
-    rows = options.parse_rows(m)
-    config = options.resolve_config(
+    rows = values.parse_rows(m)
+    config = values.resolve_config(
         device=device,
         backend=backend,
         compute_path=compute_path,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import re
 import sys
 import traceback
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import q4core as q4
 from q4_cli.output import make_console, say, say_first, to_plain
-from q4core.plugin_api import closest_name
+
+if TYPE_CHECKING:
+    import q4core
 
 __all__ = ["BAD_INPUT", "BROKEN_PIPE", "CANT_SERVE", "INTERRUPTED", "describe", "report"]
 
@@ -22,8 +24,11 @@ FAULT = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
-_PROVIDERS = {"conform": "q4-conformance", "generate": "q4-lm"}
+_LM = ("cache", "chat", "embed", "generate", "perplexity", "prepare")
+_PROVIDERS = {"conform": "q4-conformance", **dict.fromkeys(_LM, "q4-lm")}
 """Documented command → the distribution whose plugin adds it."""
+_OPTIONS = {"compute_dtype": "dtype", "compute_path": "compute-path", "activation_precision": "precision"}
+"""Field of a configuration → the option that asks for it."""
 _SHORT_OF = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE}
 
 
@@ -33,7 +38,8 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
     It has a stable ``code`` (``usage``, ``system``, ``memory``, ``interrupted`` or ``internal`` for what is no
     ``Q4Error``), ``message``, ``what``, ``name``, ``rule``, ``value``, ``where``, ``hint`` and ``details``.
     """
-    if isinstance(error, q4.Q4Error):
+    library = sys.modules.get("q4core")  # not loaded for what is wrong with the command line
+    if library is not None and isinstance(error, library.Q4Error):
         return _describe_own(error)
     if isinstance(error, (KeyboardInterrupt, EOFError)) or type(error).__name__ == "Abort":
         where = f" {error}" if str(error) else ""
@@ -65,15 +71,19 @@ def _describe_usage(error: Any) -> dict[str, Any]:
         if find_spec(provider.replace("-", "_")):
             hint = f"{provider} provides it and is not loaded; `q4 doctor` says why."
     elif unknown and not unknown[3] and context is not None:  # newer typers name the closest one themselves
-        close = closest_name(unknown[2], context.command.list_commands(context))
-        hint = f"Did you mean {close!r}? {hint}" if close else hint
+        close = difflib.get_close_matches(unknown[2], context.command.list_commands(context), n=1)
+        hint = f"Did you mean {close[0]!r}? {hint}" if close else hint
     return _document("usage", message, hint=hint)
 
 
-def _describe_own(error: q4.Q4Error) -> tuple[int, dict[str, Any]]:
+def _describe_own(error: q4core.Q4Error) -> tuple[int, dict[str, Any]]:
+    import q4core as q4  # noqa: PLC0415  # whose error it is, so that it is loaded
+
     if isinstance(error, q4.ConfigError) and error.what == "configuration":  # made of what the user typed
-        name = f"--{error.name}".replace("compute_dtype", "dtype")
-        error = q4.ConfigError("option", name=name, rule=error.rule, value=error.value)
+        name = "--" + _OPTIONS.get(str(error.name), str(error.name))
+        close = difflib.get_close_matches(str(error.value), re.findall(r"'([^']+)'", str(error.rule)), n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else error.hint
+        error = q4.ConfigError("option", name=name, rule=error.rule, value=error.value, hint=hint)
     cause = error.__cause__
     is_short = isinstance(error, q4.CheckpointError) and isinstance(cause, OSError) and cause.errno in _SHORT_OF
     is_refused = isinstance(error, (q4.BackendError, q4.PluginError, q4.UnifiedMemoryError))

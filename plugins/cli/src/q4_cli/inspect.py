@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import q4core as q4
-from q4_cli import options  # noqa: TC001  # typer reads annotations at run time
 from q4_cli.failure import BAD_INPUT, describe
 from q4_cli.files import open_file
 from q4_cli.output import (
@@ -35,7 +34,12 @@ _TITLES = ("layer", "format", "N×K", "bits", "bytes", "block", "dialect", "scal
 _LONG = 200
 
 
-def inspect(file: options.File, *, dialect: options.Dialect = None, as_json: options.Json = False) -> None:
+def inspect(
+    file: str,
+    *,
+    dialect: str | None,
+    as_json: bool,
+) -> None:
     """Show what a checkpoint holds, layer by layer. Only headers are read, however large the file."""
     with open_output(as_json=as_json) as output:
         failure: q4.SchemaError | None = None

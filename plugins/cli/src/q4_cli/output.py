@@ -20,7 +20,6 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
-import torch
 from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.progress import Progress, TextColumn
@@ -205,17 +204,15 @@ def to_plain(value: Any) -> Any:  # noqa: PLR0911  # one line per kind of value
         return value if math.isfinite(value) else None
     if isinstance(value, enum.Enum):
         return to_plain(value.value)
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
     if attrs.has(type(value)):
         return {field.name: to_plain(getattr(value, field.name)) for field in attrs.fields(type(value))}
     if isinstance(value, Mapping):
         return {str(to_plain(key)): to_plain(item) for key, item in value.items()}
     if isinstance(value, AbstractSet):
         return sorted((to_plain(item) for item in value), key=str)
-    if isinstance(value, Iterable) and not isinstance(value, (bytes, torch.Tensor)):
+    if isinstance(value, Iterable) and not isinstance(value, bytes) and type(value).__module__ != "torch":
         return [to_plain(item) for item in value]
-    return str(value)
+    return str(value).removeprefix("torch.")  # of a dtype
 
 
 class Output:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 import q4core as q4
-from q4_cli import options
+from q4_cli import values
 from q4_cli.files import Target, config_of, open_file, own_metadata, require_readable
 from q4_cli.output import bytes_text, first_of, open_output, print_table, say, say_first
 from q4_cli.packing import Others, Packing, make_recipe, nothing_to_pack, split_tensors
@@ -25,38 +23,25 @@ _TITLES = ("layer", "error", "N×K", "after", "bytes before", "from")
 
 
 def quantize(  # noqa: PLR0913  # one argument per option
-    source: Annotated[str, typer.Argument(metavar="IN", help="A dense checkpoint: a file, an index or a folder.")],
-    out: options.Out,
+    source: str,
+    out: str,
     *,
-    format: Annotated[  # noqa: A002  # the option's name
-        str,
-        typer.Option("--format", metavar="FORMAT", help="nf4, fp4, nvfp4, mxfp4, or another that a dialect writes."),
-    ],
-    dialect: Annotated[
-        str | None,
-        typer.Option("--dialect", metavar="NAME", help="How to store it. Defaults to the format's usual one."),
-    ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option("--skip", metavar="GLOB", help="Leave these dense; may be repeated.")
-    ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option("--include", metavar="GLOB", help="Pack these embeddings, or lm_head, too; may be repeated."),
-    ] = None,
-    block_size: Annotated[int | None, typer.Option("--block-size", metavar="N", help="In-features per scale.")] = None,
-    scale_kind: Annotated[
-        str | None, typer.Option("--scale-kind", metavar="KIND", help="plain, double_quant, e4m3, e4m3_mul, …")
-    ] = None,
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="int4 without zero points.")] = False,
-    shard_size: options.ShardSize = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail where a tensor can't be packed.")] = False,
-    force: options.Force = False,
-    as_json: options.Json = False,
+    format: str,  # noqa: A002  # the option's name
+    dialect: str | None,
+    skip: list[str] | None,
+    include: list[str] | None,
+    block_size: int | None,
+    scale_kind: str | None,
+    symmetric: bool,
+    shard_size: str | None,
+    strict: bool,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Pack the 2-D weights of a dense checkpoint; biases, norms, embeddings and the head stay as they are."""
     started = time.perf_counter()
     with open_output(as_json=as_json) as output, open_file(source) as checkpoint:
-        shard_bytes = options.parse_size(shard_size)
+        shard_bytes = values.parse_size(shard_size)
         target = Target.check(out, checkpoint.path, force=force)
         require_readable(checkpoint, "q4 quantize")
         where = str(checkpoint.path)

@@ -19,7 +19,6 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
-import typer
 
 import q4core as q4
 from q4_cli.doctor_report import requests_of
@@ -140,9 +139,7 @@ def _try(name: str, others: Sequence[str], devices: Sequence[torch.device], dtyp
     registry.records()
     for hook in HOOKS:
         yield f"hook {hook}"
-        if hook == "q4_commands":
-            registry.add_commands(typer.Typer())
-        elif hook == "q4_event":
+        if hook == "q4_event":
             emit("q4.trial", plugin=name)
         else:
             registry.items(hook)

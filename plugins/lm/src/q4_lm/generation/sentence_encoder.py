@@ -25,7 +25,7 @@ from q4core.plugin_api import closest_name
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tokenizers import Tokenizer as Engine
 
@@ -111,7 +111,14 @@ class SentenceEncoder:
             encoder = _checked(encoder, modules, str(path))
             return cls(encoder, tokenizer, session, encoder.config.max_position_embeddings, modules, cached)
 
-    def encode(self, sentences: Sequence[str], *, prompt: str | None = None, batch: int = 32) -> torch.Tensor:
+    def encode(
+        self,
+        sentences: Sequence[str],
+        *,
+        prompt: str | None = None,
+        batch: int = 32,
+        watch: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> torch.Tensor:
         """Return one vector for each sentence: float32 [n, features], on the CPU.
 
         Args:
@@ -119,10 +126,13 @@ class SentenceEncoder:
             prompt: Name of one of the folder's prompts, whose text precedes each sentence. Defaults to the
                 folder's default prompt, if it has one.
             batch: Sentences at once.
+            watch: Called after each batch, with the number of sentences that are done, and of all.
 
         Raises:
-            InputError: ``sentences`` is a single text, or empty, or there is no such prompt.
+            InputError: ``sentences`` is a single text, or empty, ``batch`` is below 1, or there is no such prompt.
         """
+        if batch < 1:
+            raise InputError("SentenceEncoder", name="batch", rule="at least 1", value=batch)
         if isinstance(sentences, str) or not sentences:
             raise InputError("SentenceEncoder", name="sentences", rule="a list of at least one text", value=sentences)
         head = self._prompt(self.modules.default_prompt if prompt is None else prompt)
@@ -133,6 +143,7 @@ class SentenceEncoder:
         for start in range(0, len(rows), batch):
             chosen = order[start : start + batch]
             found += zip(chosen, self._vectors([rows[index] for index in chosen]), strict=True)
+            watch(len(found), len(rows))
         return torch.stack([vector for _, vector in sorted(found, key=lambda item: item[0])])
 
     @torch.inference_mode()

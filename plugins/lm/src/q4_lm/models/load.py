@@ -5,6 +5,8 @@ Each tensor is requested with its shape. One that was never requested is an erro
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
@@ -17,12 +19,16 @@ from q4core import CheckpointError, PackedWeight, resolve_config
 from q4core.plugin_api import resolve_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from q4_lm.models.transformer import TransformerDecoder, TransformerEncoder
     from q4core import Checkpoint, Session
 
-__all__ = ["Names", "load_weights_"]
+__all__ = ["Names", "load_weights_", "loading_watched"]
+
+_watch: contextvars.ContextVar[Callable[[int, int], None]] = contextvars.ContextVar(
+    "q4_lm_loading", default=lambda _done, _total: None
+)
 
 _NAMED = 5
 """So many tensors are named in an error."""
@@ -63,6 +69,16 @@ def load_weights_(
     _Loader(model, checkpoint, session, names, where).fill()
 
 
+@contextlib.contextmanager
+def loading_watched(watch: Callable[[int, int], None]) -> Iterator[None]:
+    """Call ``watch(done, total)`` with a number of blocks, whenever a model is loaded inside the ``with`` block."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
 class _Loader:
     def __init__(self, model: Any, checkpoint: Checkpoint, session: Session, names: Names, where: str) -> None:
         self._model = model
@@ -89,7 +105,8 @@ class _Loader:
         model, fused = self._model, self._fused()
         self._require_all(fused)
         # Block by block, and the largest matrices first, so that the peak of memory holds little twice.
-        for at, module in (("", model), *((f"layers.{number}.", block) for number, block in enumerate(model.layers))):
+        places = [("", model), *((f"layers.{number}.", block) for number, block in enumerate(model.layers))]
+        for done, (at, module) in enumerate(places, 1):
             parts: dict[str, Part] = {}
             for name, inner in list(module.named_modules()):
                 if not at and name.startswith("layers."):
@@ -102,6 +119,7 @@ class _Loader:
                 else:
                     self._own(at + name, inner)
             place_linears_(module, parts, self._session)
+            _watch.get()(done, len(places))
         if self._is_tied:
             for leaf in ("", ".weight"):
                 self._left.pop(f"lm_head{leaf}", None)  # some files hold it twice
