@@ -245,11 +245,9 @@ def test_it_runs_without_loading_plugins_here(tmp_path: Path) -> None:
     info = tmp_path / "q4_conformance-1.0.dist-info"  # as installed from this very source, whatever is installed here
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: q4-conformance\nVersion: 1.0\n")
-    announced = {"plugins": "conformance", "commands": "conform"}
-    text = "".join(f'[q4core.{group}]\n{name} = "q4_conformance.command.plugin"\n' for group, name in announced.items())
-    (info / "entry_points.txt").write_text(text.replace('"', ""))
-    project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-    assert all(f'{name} = "q4_conformance.command.plugin"' in project for name in announced.values())
+    announced = '[project.entry-points."q4core.commands"]\nconform = "q4_conformance.command.declared:conform"\n'
+    assert announced in (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    (info / "entry_points.txt").write_text("[q4core.commands]\nconform = q4_conformance.command.declared:conform\n")
     path = [str(tmp_path), *filter(None, sys.path)]
     run = subprocess.run(
         [sys.executable, "-m", "q4_cli", "conform", "q4_deadly", "--case", "TC-10"],

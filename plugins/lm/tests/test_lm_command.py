@@ -195,3 +195,12 @@ def test_model_closes_its_session(tiny_llama: Path) -> None:
         cache = model.decoder.make_cache(4)
     with pytest.raises(q4.LifecycleError):
         model.decoder(torch.tensor([[1]]), cache)
+
+
+def test_a_name_that_is_almost_right_is_answered(tiny_llama: Path) -> None:
+    """A model that is not there is answered by the one in its folder, or the demo, that was meant."""
+    with pytest.raises(q4.CheckpointError, match="Did you mean") as caught:
+        find_model(str(tiny_llama)[:-1])
+    assert str(tiny_llama) in (caught.value.hint or "")
+    with pytest.raises(q4.CheckpointError, match="Did you mean 'smollm2'"):
+        find_model("smolm2")
