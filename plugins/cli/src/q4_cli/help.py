@@ -51,11 +51,6 @@ def _write_options(command: TyperCommand | TyperGroup, ctx: typer.Context, forma
 class Command(TyperCommand):
     """A command with such a help."""
 
-    def get_short_help_str(self, limit: int = 0) -> str:
-        """Return the first sentence, whole: for the list of commands, and for completion."""
-        del limit
-        return super().get_short_help_str(limit=_LONG)
-
     def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer's own copy of click
         """Return the words of the usage line."""
         return _pieces(super().collect_usage_pieces(ctx))
@@ -71,11 +66,6 @@ class Command(TyperCommand):
 
 class Group(TyperGroup):
     """A group of commands with such a help."""
-
-    def get_short_help_str(self, limit: int = 0) -> str:
-        """Return the first sentence, as a command does."""
-        del limit
-        return super().get_short_help_str(limit=_LONG)
 
     def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # as above
         """Return the words of the usage line."""
