@@ -1,19 +1,19 @@
 """Proof of the lower bounds that the packages promise: ``python -m tools.lowest``.
 
 Environments get the lowest versions of all that our packages ask for directly, and ours from ``dist``. A library that
-needs a newer one of another hides that one's bound. So there are two environments, and each bound must be what one of
-them got. Tests that use these libraries run in each. torch's bound is not proven: indexes have its old builds for CUDA
-only.
+needs a newer one of another hides that one's bound. So there are several environments, and each bound must be what one
+of them got. Tests that use these libraries run in each; with a name, one environment is made and tested. torch's bound
+is not proven: indexes have its old builds for CUDA only.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 import venv
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.projects import CONSTRAINTS, ROOT, projects
@@ -22,29 +22,37 @@ from tools.wheels import DIST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-__all__ = ["bounds", "main", "requirements", "unproven"]
+__all__ = ["APART", "ENVIRONMENTS", "asked", "bounds", "main", "requirements", "unproven"]
 
 WORK = ROOT / "build" / "lowest"
-LARGE = {
-    "q4-actors": {"", "ray"},
-    "q4-nvfp4-native": {"triton"},
-    "q4-snn": {"", "nir", "plot", "shd"},
-    "q4-transformers": {"", "peft"},
-    "q4-triton-kernels": {"triton"},
-    "q4core": {"examples"},
+APART: dict[str, dict[str, set[str]]] = {
+    "large": {
+        "q4-actors": {"", "ray"},
+        "q4-snn": {"", "nir", "plot", "shd"},
+        "q4-transformers": {"", "peft"},
+        "q4core": {"examples"},
+    },
+    "gpu": {
+        "q4-nvfp4-native": {"cuda13", "triton"},
+        "q4-triton-kernels": {"triton"},
+        "q4-um-managed": {"cuda13"},
+    },
 }
-"""Package of ours → its extras that are tried in the second environment, as they need newer versions of others."""
-TESTS = {
+"""Environment → package of ours → extras that are tried there, as they need newer versions of others."""
+ENVIRONMENTS = {
     "libraries": [
         *("tests/plugins", "tests/schema", "tests/diagnostics", "tests/checkpoint", "conformance/tests"),
         *(f"plugins/{name}/tests" for name in ("cli", "gguf", "lm", "onnx", "quantize", "safetensors")),
     ],
     "large": [f"plugins/{name}/tests" for name in ("actors", "snn", "transformers")],
+    "gpu": [f"plugins/{name}/tests" for name in ("um-managed", "nvfp4-native", "triton-kernels")],
 }
+"""Environment → the tests that are run there."""
+TOOLS = ["hypothesis", "jsonschema", "numpy", "pytest", "pytest-xdist", "scikit-learn", "scipy"]
 _BOUND = re.compile(r"^([\w.-]+)(?:\[[^]]*\])?\s*>=\s*([\w.]+)")
 _OURS = re.compile(r"^q4(core|-)")
+_SITE = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
 
 
 def requirements() -> dict[str, dict[str, list[str]]]:
@@ -80,73 +88,81 @@ def unproven(promised: Mapping[str, set[str]], got: Sequence[Mapping[str, str]])
 
 
 def _same(version: str, bound: str) -> bool:
-    """Return whether a version is the first release of a bound: 23.1 is 23.1.0, and 0.24.post1 is 0.24."""
-    short = re.sub(r"(\.0)+$", "", re.sub(r"(\.post\d+|\+.*)$", "", version))
-    return short == re.sub(r"(\.0)+$", "", bound)
+    """Return whether two versions are equal: 23.1 is 23.1.0."""
+    short, least = (re.sub(r"(\.0)+$", "", text) for text in (version, bound))
+    return short == least
 
 
 def asked(name: str) -> list[str]:
-    """Return what an environment installs: each package of ours with its extras."""
+    """Return what an environment installs: packages of ours with extras, and what these ask for directly."""
     lines = []
     for package, extras in requirements().items():
-        large = LARGE.get(package, set())
-        if name == "large":
-            chosen = large
+        if name in APART:
+            chosen = APART[name].get(package, set())
         else:
-            chosen = {extra for extra, lines in extras.items() if extra not in large and extra != "all"}
-            chosen |= {""} if "" in extras and "" not in large else set()
-        if package == "q4core" and name != "large":
-            chosen = {"cli"}  # its other extras name packages that stand here by themselves
+            chosen = set(extras).difference({"all"}, *(packages.get(package, set()) for packages in APART.values()))
+        if package == "q4core" and name not in APART:
+            chosen = {"", "cli"}  # its other extras name packages that are in this list by themselves
         if chosen:
             named = ",".join(sorted(chosen - {""}))
             lines.append(f"{package}[{named}]" if named else package)
+            lines += [line for extra in sorted(chosen) for line in extras[extra] if not _OURS.match(line)]
     return lines
 
 
-def _run(program: Path | str, *arguments: str) -> None:
-    subprocess.run([str(program), *arguments], cwd=ROOT, check=True)
+def _run(*command: object) -> None:
+    subprocess.run([*map(str, command)], cwd=ROOT, check=True)
 
 
-def make(name: str) -> dict[str, str]:
-    """Make an environment with the lowest versions and the tools of tests; return library → version."""
-    folder = WORK / name
-    shutil.rmtree(folder, ignore_errors=True)
-    venv.create(folder, with_pip=True, symlinks=True)
-    python = folder / "bin" / "python"
-    pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _run(python, *pip, "--constraint", str(CONSTRAINTS), "torch")
-    torch = _versions(python)["torch"]
-    override = WORK / "torch.txt"
-    override.write_text(f"torch=={torch}\n", encoding="utf-8")
-    uv = ["-m", "uv", "pip", "install", "--quiet", "--python", str(python), "--resolution", "lowest-direct"]
-    uv += ["--overrides", str(override), "--find-links", str(DIST), "--reinstall-package", "q4core"]
-    _run(sys.executable, *uv, *asked(name))
-    got = _versions(python)
-    pinned = WORK / f"{name}.txt"
-    pinned.write_text("".join(f"{item}=={version}\n" for item, version in got.items()), encoding="utf-8")
-    tests = ["hypothesis", "jsonschema", "numpy", "pytest", "pytest-xdist", "safetensors", "scikit-learn", "scipy"]
-    _run(python, *pip, "--constraint", str(pinned), "--find-links", str(DIST), *tests)
-    return got
+def _environment(name: str) -> Path:
+    """Make an empty environment and return its Python."""
+    shutil.rmtree(WORK / name, ignore_errors=True)
+    venv.create(WORK / name, with_pip=True, symlinks=True)
+    return WORK / name / "bin" / "python"
 
 
-def _versions(python: Path) -> dict[str, str]:
-    done = subprocess.run(
-        [python, "-m", "pip", "list", "--format=json", "--disable-pip-version-check"], capture_output=True, check=True
+def make(name: str, base: Path) -> dict[str, str]:
+    """Make an environment with the lowest versions, and the tools of tests; return library → version.
+
+    Args:
+        name: Of the environment.
+        base: The Python of an environment with torch, which this one sees after its own packages.
+    """
+    python = _environment(name)
+    own, other = (
+        subprocess.run([item, "-c", _SITE], capture_output=True, check=True, text=True).stdout
+        for item in (python, base)
     )
-    return {re.sub(r"[-_.]+", "-", item["name"]).lower(): item["version"] for item in json.loads(done.stdout)}
+    Path(own, "_base.pth").write_text(f"import site; site.addsitedir({other!r})\n", encoding="utf-8")
+    given, without, lowest, tools = (WORK / f"{name}-{what}.txt" for what in ("asked", "without", "lowest", "tools"))
+    given.write_text("\n".join(asked(name)) + "\n", encoding="utf-8")
+    without.write_text("torch\n", encoding="utf-8")
+    uv = [sys.executable, "-m", "uv", "pip"]
+    source = ["--quiet", "--python", python, "--find-links", DIST]
+    plain = ["--excludes", without, "--no-header", "--no-annotate"]
+    _run(*uv, "compile", *source, *plain, "--resolution", "lowest-direct", "--output-file", lowest, given)
+    pinned = lowest.read_text(encoding="utf-8")
+    tools.write_text(pinned + "\n".join(TOOLS) + "\n", encoding="utf-8")
+    _run(*uv, "install", *source, "--excludes", without, "--requirements", tools)
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", pinned, re.MULTILINE))
 
 
 def main() -> int:
-    """Make both environments, compare with the bounds, and run the tests; return 1 where anything failed."""
-    got = []
+    """Make the environments, run their tests, and compare with the bounds; return 1 where anything failed."""
     failed = []
-    for name, folders in TESTS.items():
-        got.append(make(name))
-        chosen = sys.argv[1:] or ["-n", "2", *folders]
-        command = [str(WORK / name / "bin/python"), "-m", "pytest", "-q", "-m", f"{marks()} and not slow", *chosen]
-        if subprocess.run(command, cwd=ROOT, check=False).returncode:
-            failed.append(f"the tests of {name} failed with its lowest versions")
-    failed += unproven(bounds(requirements()), got)
+    got = []
+    base = _environment("torch")
+    pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run(base, *pip, "--constraint", CONSTRAINTS, "torch")
+    for name in sys.argv[1:] or ENVIRONMENTS:
+        got.append(make(name, base))
+        print(f"{name}: {len(got[-1])} packages at their lowest versions", flush=True)
+        python = WORK / name / "bin" / "python"
+        command = [python, "-m", "pytest", "-q", "-n", "2", "-m", f"{marks()} and not slow", *ENVIRONMENTS[name]]
+        if subprocess.run([*map(str, command)], cwd=ROOT, check=False).returncode:
+            failed.append(f"tests failed with the lowest versions of {name}")
+    if not sys.argv[1:]:
+        failed += unproven(bounds(requirements()), got)
     print("\n".join(failed) or "every lower bound but torch's is proven")
     return int(bool(failed))
 

@@ -9,7 +9,7 @@ import pytest
 
 import q4core as q4
 from tools.installed import first_programs, install_command
-from tools.lowest import LARGE, asked, bounds, requirements, unproven
+from tools.lowest import APART, ENVIRONMENTS, asked, bounds, requirements, unproven
 from tools.projects import EXAMPLE, ROOT, Project, projects
 
 if TYPE_CHECKING:
@@ -145,13 +145,17 @@ def test_bounds_that_no_environment_got_are_named() -> None:
 
 
 def test_each_package_is_in_an_environment_of_the_lowest_versions() -> None:
-    """The two together have every package of ours and every extra, but for those that name ours alone."""
+    """Together they have every package of ours and every extra, but for those that name ours alone."""
     found: dict[str, set[str]] = {}
-    for line in [*asked("libraries"), *asked("large")]:
+    lines = [line for name in ENVIRONMENTS for line in asked(name)]
+    for line in (line for line in lines if line.startswith("q4")):
         name, _, extras = line.rstrip("]").partition("[")
         found.setdefault(name, set()).update(filter(None, extras.split(",")))
     assert set(found) == NAMES
     for name, needed in requirements().items():
-        others = {extra for extra, lines in needed.items() if extra and not all(re.match("q4", line) for line in lines)}
+        others = {extra for extra, rows in needed.items() if extra and not all(re.match("q4", row) for row in rows)}
         assert others <= found[name], name
-    assert set(LARGE) <= NAMES
+        assert set(needed[""]) <= {*lines, *(row for row in needed[""] if row.startswith("q4"))}, name
+    assert set(APART) < set(ENVIRONMENTS)
+    assert all(set(extras) <= {"", *requirements()[name]} for items in APART.values() for name, extras in items.items())
+    assert all((ROOT / folder).is_dir() for folders in ENVIRONMENTS.values() for folder in folders)

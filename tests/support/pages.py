@@ -13,6 +13,7 @@ _PATTERNS = (
     "CONTRIBUTING.md",
     "docs/*.md",
     "docs/*/*.md",
+    "q4core/README.md",
     "plugins/*/README.md",
     "conformance/**/README.md",
     "examples/**/*.md",
