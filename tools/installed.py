@@ -143,7 +143,7 @@ def check_certificate(base: Environment) -> Callable[[], str]:
         judge = Environment("certificate", base)
         judge.pip("install", "--find-links", str(DIST), "q4-conformance[cli]", "q4-safetensors", "q4-dialects")
         judge.run("q4", "conform", "safetensors", "--report", "report")
-        return judge.run("q4", "conform", "--verify", "report/certificate.json").strip().splitlines()[-1]
+        return judge.run("q4", "conform", "--verify", "report/certificate.json").strip().splitlines()[0]
 
     return step
 

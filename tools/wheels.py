@@ -178,9 +178,9 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a distribution; repeatable")
     parser.add_argument("--again", action="store_true", help="build all of it a second time elsewhere, and compare")
     options = parser.parse_args()
+    shutil.rmtree(WORK / "dist", ignore_errors=True)
     if not options.only:
         shutil.rmtree(DIST, ignore_errors=True)
-        shutil.rmtree(WORK / "dist", ignore_errors=True)
     try:
         pythons = [sys.executable, *map(_builder, options.python)]
         first = build_all(Build(DIST, WORK / "once", pythons, WORK / "compiled"), options.only)
@@ -192,8 +192,9 @@ def main() -> int:
         print(f"{len(document['components'])} components in dist/q4core.cdx.json, which follows CycloneDX 1.6")
         if options.again:
             second = build_all(Build(WORK / "dist", WORK / "again", pythons), options.only)
-            other = sorted(name for name, value in first.items() if second.get(name) != value)
-            print(f"a second build gave {'other bytes: ' + ', '.join(other) if other else 'the same bytes'}")
+            other = sorted(name for name, value in second.items() if first.get(name) != value)
+            result = f"other bytes: {', '.join(other)}" if other else "the same bytes"
+            print(f"a second build of {len(second)} files gave {result}")
             return int(bool(other))
     except (BuildError, CommandError) as error:
         print(error, file=sys.stderr)
