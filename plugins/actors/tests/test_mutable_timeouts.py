@@ -11,6 +11,7 @@ from sharing import LONG, Held
 
 import q4core as q4
 from q4_actors import MutableMode, MutableTensor, SharedMutableTensor
+from q4_actors.tensors.backoff import Backoff
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -57,3 +58,16 @@ def test_a_closed_shared_tensor_is_not_pickled() -> None:
         pickle.dumps(state)
     with pytest.raises(q4.LifecycleError):
         pickle.dumps(other)  # the maker has ended it for all
+
+
+def test_polls_become_rare() -> None:
+    """Who waits for a slow neighbour polls every half millisecond at first, and less than 200 times in a second."""
+    backoff = Backoff(None)
+    slept: list[float] = []
+    while sum(slept) < 1.0:
+        slept.append(backoff.next() or 0.0)
+    assert slept[:7] == [0.0005] * 7
+    assert slept == sorted(slept)
+    assert (slept[-1], 100 < len(slept) < 200) == (0.01, True)
+    assert Backoff(None, 0.1).next() == 0.1
+    assert Backoff(0.0).next() is None

@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from q4_actors.tensors.backoff import LONGEST_SLEEP_S, Backoff
+from q4_actors.tensors.backoff import FIRST_SLEEP_S, Backoff
 from q4_actors.tensors.form import WRITER
 from q4_actors.tensors.rwlock import RWLock
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IN_USE", "LOOK", "READERS_FIRST", "READERS_TURN_S", "TAKEN", "SharedRWLock", "Turns"]
 
-READERS_TURN_S = 2.4 * LONGEST_SLEEP_S
+READERS_TURN_S = 2.4 * FIRST_SLEEP_S
 """How long an ``IN_PLACE`` writer lets readers of other processes go first: they sleep less between two polls."""
 TAKEN, IN_USE, LOOK, CUT, READERS_FIRST = range(-1, -6, -1)
 """Why an update can't begin yet: another writer; readers; a state to check; a truncated file; waiting readers."""
@@ -140,7 +140,7 @@ class Turns:
             elif is_in_place:
                 self._cells.wait_readers(pause)
             else:
-                time.sleep(pause)
+                time.sleep(min(pause, FIRST_SLEEP_S))  # nobody wakes it
 
     def await_readers(self) -> bool:
         """Let waiting readers go first, for a limited time; return whether some still wait then."""
