@@ -22,8 +22,10 @@ from q4_snn import (
     CubaLIF,
     Network,
     NonFiniteStateError,
+    Poisson,
     Population,
     Projection,
+    Recorder,
     SparseProjection,
     spikegen,
 )
@@ -378,9 +380,10 @@ def test_checkpoint_of_other_populations(tmp_path: Path) -> None:
         ActorNetwork(other, system, batch=1)
 
 
-def test_two_threads(network: Network) -> None:
+@pytest.mark.parametrize("runtime", ["threads", pytest.param("processes", marks=linux)])
+def test_two_threads(network: Network, runtime: Literal["threads", "processes"]) -> None:
     """Calls of two threads run one after the other: together they give what one run gives."""
-    with ActorSystem("threads") as system:
+    with ActorSystem(runtime) as system:
         crew = ActorNetwork(network, system, batch=2, actors=2)
         x = torch.ones(20, 2, 40)
         with futures.ThreadPoolExecutor(2) as pool:
@@ -390,6 +393,21 @@ def test_two_threads(network: Network) -> None:
         expected = network(torch.cat([x, x]), record=("b.syn",))[0]["b.syn"]
     first = next(index for index, item in enumerate(found) if torch.equal(item, expected[:20]))
     assert torch.equal(found[1 - first], expected[20:])
+
+
+def test_two_threads_that_stream(network: Network) -> None:
+    """A run of many chunks is one turn: its source draws the spikes of the steps that it does, and others wait."""
+    source, recorders = Poisson(40, 300.0, dt=1e-3, batch=2, seed=1), [Recorder("b.syn"), Recorder("b.syn")]
+    with ActorSystem("threads") as system:
+        crew = ActorNetwork(network, system, batch=2, actors=2)
+        with futures.ThreadPoolExecutor(2) as pool:
+            for run in [pool.submit(crew.run, source, recorders=[one], steps=40, chunk=4) for one in recorders]:
+                run.result()
+        assert crew.clock == 80
+    with torch.no_grad():
+        expected = network(source.draw(0, 80), record=("b.syn",))[0]["b.syn"]
+    found = [one.data for one in recorders]
+    assert torch.equal(torch.cat(found), expected) or torch.equal(torch.cat(found[::-1]), expected)
 
 
 @pytest.mark.parametrize("what", ["weight", "bias", "neuron", "synapse"])

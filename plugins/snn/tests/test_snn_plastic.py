@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from crews import Mortal
 
 import q4core as q4
 from q4_actors import ActorSystem
@@ -30,7 +32,9 @@ from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="processes need Linux")
 INPUTS, CELLS, BATCH = 40, 30, 2
 RULES = {
     "pairs": STDPRule(a_plus=0.03, a_minus=0.02),
@@ -166,18 +170,23 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
     return value.view(torch.int32)
 
 
+def with_other(network: Network) -> Network:
+    """Return the network with a population that reads its cells."""
+    cells, other = network.population("cells"), Population("other", 5, LIF(10e-3, dt=1e-3))
+    populations: list[Any] = [*network.populations.values(), other]
+    torch.manual_seed(1)
+    return Network(populations, [*network.projections.values(), Projection(cells, other)])
+
+
 @pytest.mark.parametrize("actors", [1, 2])
 @pytest.mark.parametrize("make", [dense, sparse])
-def test_actors_learn_the_same(make: Any, actors: int) -> None:
+@pytest.mark.parametrize("runtime", ["threads", pytest.param("processes", marks=[linux, pytest.mark.slow])])
+def test_actors_learn_the_same(make: Any, actors: int, runtime: str) -> None:
     """A crew learns what one process learns: the same spikes in every step, in two runs."""
-    inputs = make()
-    cells, other = inputs.population("cells"), Population("other", 5, LIF(10e-3, dt=1e-3))
-    torch.manual_seed(1)
-    network = Network([*inputs.populations.values(), other], [*inputs.projections.values(), Projection(cells, other)])
-    x = spikes()
+    network, x = with_other(make()), spikes()
     expected, state = network(x, record=("cells", "other"))
     assert expected["cells"].mean() > 0.02
-    with ActorSystem("threads") as system:
+    with ActorSystem(runtime) as system:
         crew = ActorNetwork(network, system, batch=BATCH, actors=actors)
         found = crew(x[:31], record=("cells", "other"))
         assert all(torch.equal(found[name], expected[name][:31]) for name in found)
@@ -190,6 +199,30 @@ def test_actors_learn_the_same(make: Any, actors: int) -> None:
             crew.coming("cells->other")
         with pytest.raises(InputError, match="record must be names of populations"):
             crew.run(iter(x), recorders=[Recorder("nobody")])
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [dense, sparse])
+def test_killed_actors_learn_the_same(make: Any, tmp_path: Path) -> None:
+    """What was learnt survives kills within chunks and checkpoints across runtimes, bit for bit."""
+    x, found = spikes(), []
+    expected, state = make()(x, record=("cells",))
+    for index, runtime in enumerate(("processes", "threads", "processes")):
+        network = make()
+        neuron = Mortal(10e-3, dt=1e-3)
+        neuron.path = tmp_path / f"steps-{index}"
+        neuron.fatal = frozenset({5, 6, 19} if runtime == "processes" else {})
+        cells = network.population("cells")
+        cells.neuron = neuron
+        before = tmp_path / f"state-{index}" if index else None
+        with ActorSystem(runtime, resume=before, restarts=8) as system:
+            crew = ActorNetwork(network, system, batch=BATCH, chunk=8)
+            found.append(crew(x[20 * index :][:20], record=("cells",))["cells"])
+            system.checkpoint(tmp_path / f"state-{index + 1}")
+            learnt = crew.coming("learning")
+    assert torch.equal(torch.cat(found), expected["cells"])
+    assert torch.equal(_bits(learnt), _bits(state.coming["learning"]))
 
 
 def test_a_source_before_its_target_is_strengthened() -> None:

@@ -103,7 +103,7 @@ class ActorNetwork:
         **options: Any,
     ) -> None:
         self._network, self._system, self._batch, self._chunk = network, system, batch, chunk
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._failure: Q4Error | None = None
         names = [name for name in network.order if name not in network.inputs]
         for what, value, most in (("batch", batch, None), ("actors", actors, len(names)), ("chunk", chunk, None)):
@@ -254,6 +254,8 @@ class ActorNetwork:
     ) -> None:
         """Run over steps that come one by one, as ``Network.run`` does; from where the last call ended.
 
+        Calls of other threads wait until it has ended.
+
         Args:
             inputs: As ``Network.run`` takes them, with the batch of ``batch``. Sources begin at ``clock``.
             recorders: What to record; results are in them.
@@ -267,9 +269,10 @@ class ActorNetwork:
             ActorDeadError: As of a call.
         """
         self._network.check_recorders(recorders)
-        first = self.clock
-        parts = chunks(inputs, self._network.inputs, first=first, steps=steps, at_once=chunk)
-        run_chunks(self, parts, recorders, first)
+        with self._turn:
+            first = self.clock
+            parts = chunks(inputs, self._network.inputs, first=first, steps=steps, at_once=chunk)
+            run_chunks(self, parts, recorders, first)
 
     def coming(self, name: str) -> torch.Tensor:
         """Return what is on its way in a projection, or what it has learnt, as ``NetworkState.coming`` has it.
