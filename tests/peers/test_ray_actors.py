@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,45 +14,21 @@ import q4core as q4
 from tests.support.limits import scaled, until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
     from q4_actors import ActorSystem
 
+__all__ = ["cluster", "system"]
+
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]  # Ray's own
-ACTORS = Path(__file__).parents[2] / "plugins" / "actors" / "tests"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    sys.path.insert(0, str(ACTORS))
     import ray
     from acting import Echo, Friend, Gone, Holding, Layered, Stepper, Unsendable
-    from ray.cluster_utils import Cluster
+    from ray_clusters import cluster, system
 
     from q4_actors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, MessageError
     from q4_actors import ActorSystem as System
-    from q4_nn import pack_
-    from q4_snn import LI, LIF, Network, Population, Projection, spikegen
-    from q4_snn.actors import ActorNetwork
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Return a cluster of three nodes on this machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ACTORS), *sys.path]))
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 200_000_000})
-        for _ in range(2):
-            made.add_node(num_cpus=2, object_store_memory=200_000_000)
-        ray.init(address=made.address, log_to_driver=False)
-        yield made
-        ray.shutdown()
-        made.shutdown()
-
-
-@pytest.fixture
-def system(cluster: Any) -> Iterator[ActorSystem]:
-    """Return a system that is stopped after the test."""
-    with System("ray", mailbox=4, restarts=2) as made:
-        yield made
 
 
 def expect_death(system: ActorSystem, name: str) -> None:
@@ -224,37 +198,6 @@ def test_store_that_is_full(system: ActorSystem) -> None:
     assert state.snapshot().tensor.tolist() == [0, 0, 0]
     state.replace(torch.ones(3))
     assert state.version == 1
-
-
-def test_network_after_a_kill(cluster: Any) -> None:
-    """A network of two actors on three nodes, of which one is killed between two runs, gives one process's bits."""
-    torch.manual_seed(0)
-    pixels, a, out = (
-        Population("pixels", 64, spikes=True),
-        Population("a", 64, LIF.from_beta(0.9)),
-        Population("out", 5, LI(1e-3)),
-    )
-    projections = [
-        Projection(pixels, a, format="nf4"),
-        Projection(a, a, format="nf4", delay=1),
-        Projection(a, out, format="nf4"),
-    ]
-    network = Network([pixels, a, out], projections)
-    for parameter in network.parameters():
-        parameter.data.mul_(4)
-    x = spikegen.rate(torch.full((2, 64), 0.3), 8, generator=torch.Generator().manual_seed(1))
-    record = ("a", "a.mem", "out")
-    with q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session, torch.no_grad():
-        pack_(network, session)
-        expected, _ = network(x, record=record)
-        assert expected["a"].sum() > 10
-        with System("ray") as system:
-            crew = ActorNetwork(network, system, batch=2, actors=2)
-            first = crew(x[:4], record)
-            system.actors["neurons-0"].kill()
-            second = crew(x[4:], record)
-            for name in record:
-                assert torch.equal(torch.cat([first[name], second[name]]), expected[name])
 
 
 def test_many_waits(system: ActorSystem) -> None:

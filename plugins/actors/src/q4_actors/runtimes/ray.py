@@ -223,7 +223,7 @@ class InStore:
         """Return them, over the store's memory."""
         if self._ref is None:
             raise q4.LifecycleError("the shared weight is closed")
-        return from_flat(torch.from_numpy(ray.get(self._ref)), self._forms)
+        return from_flat(torch.frombuffer(ray.get(self._ref), dtype=torch.uint8), self._forms)
 
     def close(self) -> None:
         """Drop this process's reference."""

@@ -160,7 +160,7 @@ class RayTensor(MutableTensor):
         array = ray.get(boxed)
         if not array.size:
             return torch.empty(shape, dtype=dtype, device="cpu"), version
-        return torch.from_numpy(array).view(dtype).view(shape), version
+        return torch.frombuffer(array, dtype=dtype).view(shape), version
 
     def _check_options(self, timeout: float | None, device: str | None) -> None:
         to_seconds(self._protocol.label, timeout)
