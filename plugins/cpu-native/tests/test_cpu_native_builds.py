@@ -68,6 +68,20 @@ def test_programs_stay_in_their_buffers(kind: str, count: int) -> None:
     assert f"{count} programs" in _passes(kind, "program-guard", str(count), "1000000")
 
 
+@pytest.mark.parametrize(
+    ("kind", "command", "count"),
+    [
+        ("plain", "spiking", 300),
+        ("plain", "spiking-guard", 100),
+        pytest.param("plain", "spiking", 20_000, marks=pytest.mark.soak),
+        *(pytest.param(kind, "spiking", 500, marks=pytest.mark.soak) for kind in ("address", "thread")),
+    ],
+)
+def test_random_circuits(kind: str, command: str, count: int) -> None:
+    """Spiking neurons, with bound states or such as each run gives, have the bits of plain loops on any threads."""
+    assert f"{count} circuits passed" in _passes(kind, command, str(count), SEED)
+
+
 @pytest.mark.parametrize("kind", ["plain", ADDRESS, THREAD])
 def test_programs_that_make_no_sense_are_refused(kind: str) -> None:
     """The step is reported by its number, nothing is written, and runs of sound programs take no memory."""

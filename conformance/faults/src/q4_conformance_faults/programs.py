@@ -46,10 +46,10 @@ class ToyPrograms(ToyKernel):
         """Bind by the reference."""
         run = REFERENCE.bind_program(program, buffers, layers)
 
-        def call(rounds: int = 1) -> None:
+        def call(rounds: int = 1, given: Sequence[Tensor] = ()) -> None:
             has_failed = True
             try:
-                run(rounds)
+                run(rounds, given)
                 has_failed = False
             finally:
                 self.harm(program, buffers, has_failed)

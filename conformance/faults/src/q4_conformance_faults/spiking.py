@@ -38,6 +38,7 @@ class ToySpiking(ToyPrograms):
         spoil: Is given a program's only step, and its inputs before the run, and its outputs after it.
         synapses: Returns what is used in the place of sparse synapses.
         runs: Runs rounds in another way: is given what runs them, how many, and the clock.
+        gives: Returns what is used in the place of what a run is given.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class ToySpiking(ToyPrograms):
         spoil: Callable[[Step, list[Tensor], list[Tensor]], None] | None = None,
         synapses: Callable[[SparseWeight], Any] = lambda weight: weight,
         runs: Callable[[Callable[..., object], int, Tensor], None] | None = None,
+        gives: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda given: given,
     ) -> None:
         super().__init__(name)
-        self.spoil, self.synapses, self.runs = spoil, synapses, runs
+        self.spoil, self.synapses, self.runs, self.gives = spoil, synapses, runs, gives
 
     def bind_program(self, program: Program, buffers: Sequence[Tensor], layers: Any) -> Callable[..., None]:
         """Bind by the reference."""
@@ -60,13 +62,13 @@ class ToySpiking(ToyPrograms):
         clocks = [view for step in program.steps for view, name in step.patterns() if name == "i11"]
         clock = buffers[clocks[0].buffer] if clocks else torch.zeros(1, dtype=torch.int64)
 
-        def call(rounds: int = 1) -> None:
+        def call(rounds: int = 1, given: Sequence[Tensor] = ()) -> None:
             steps = program.steps if len(program.steps) == 1 and self.spoil is not None else ()
             before = [[view.of(buffers[view.buffer]).clone() for view in step.inputs] for step in steps]
             if self.runs is None:
-                run(rounds)
+                run(rounds, self.gives(given))
             else:
-                self.runs(run, rounds, clock)
+                self.runs(functools.partial(run, given=given), rounds, clock)
             for step, inputs in zip(steps, before, strict=True):
                 self.spoil(step, inputs, [view.of(buffers[view.buffer]) for view in step.outputs])  # type: ignore[misc]  # not None
 
@@ -181,6 +183,11 @@ def _once(run: Callable[..., object], rounds: int, clock: Tensor) -> None:
         clock.fill_(start + rounds)
 
 
+def _first_rows(given: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Use the first row that is given in all rounds."""
+    return [item[:1].expand_as(item) for item in given]
+
+
 def _late_rounds(run: Callable[..., object], rounds: int, clock: Tensor) -> None:
     """Look at the clock after the first round alone."""
     if rounds > 1 and int(clock) < 0:
@@ -216,6 +223,7 @@ for _name, _part, _says, _facts in (
     ("packs-words-roughly", "packed", "step 0, spikes: 1 of 335 elements are wrong", {"spoil": _of(Op.SPIKES, _rough)}),
     ("counts-more-in-forks", "forked", "in a process that was forked", {"runs": _in_forks}),
     ("runs-one-round", "rounds", "other bits in the whole program", {"runs": _once}),
+    ("reads-one-row", "rounds", "other bits where it is given", {"gives": _first_rows}),
     ("looks-after-a-round", "refused", "was refused after something was written", {"runs": _late_rounds}),
 ):
     program_fault(_name, f"EX-25/{_part}", _says)(functools.partial(ToySpiking, **_facts))

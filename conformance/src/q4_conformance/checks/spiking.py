@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,13 +118,14 @@ def check_spiking_rounds(case: Case, subject: BackendSubject) -> str:
     circuits = scenes_for(subject, "sparse", "circuits")
     rate = 0.0
     for count in _COUNTS:
-        for parts in ((sum(_PARTS),), _PARTS):
-            with threads(count), within(f"{count} threads, calls of {parts} rounds"):
-                circuit, wanted = circuits.circuit(circuits.Scene(subject))
+        for parts, is_given in itertools.product(((sum(_PARTS),), _PARTS), (False, True)):
+            where = f"{count} threads, calls of {parts} rounds" + ", with what each is given" * is_given
+            with threads(count), within(where):
+                circuit, wanted = circuits.circuit(circuits.Scene(subject), is_given=is_given)
                 bound = circuit.scene.bound()
                 start = int(circuit.scene.tensors[circuit.scene.clock])
-                for rounds in parts:
-                    bound(rounds)
+                for number, rounds in enumerate(parts):
+                    bound(rounds, circuit.scene.streams(sum(parts[:number]), rounds))
                 _expect_state(circuit.read(), wanted)
                 passed = int(circuit.scene.tensors[circuit.scene.clock]) - start
                 expect(passed == sum(parts), f"the clock is {passed} rounds later after {sum(parts)}")

@@ -149,16 +149,25 @@ class Circuit:
         return {name: self.scene.read(view) for name, view in (*self.changed.items(), ("record", self.record))}
 
 
-def circuit(scene: Scene, rows: int = 2) -> tuple[Circuit, dict[str, torch.Tensor]]:
+def circuit(scene: Scene, rows: int = 2, *, is_given: bool = False) -> tuple[Circuit, dict[str, torch.Tensor]]:
     """Add cells that inputs and they themselves reach by sparse synapses; return them, and what they hold afterwards.
 
     In each of ROUNDS: what arrives is taken from the ring, INTEGRATE, FIRE with refractory steps, and both send.
+
+    Args:
+        scene: Where.
+        rows: Samples.
+        is_given: Whether each run gives the states, and inputs and record for each of its rounds.
     """
     feed, back = _joined()
-    given = _spikes(ROUNDS * rows, INPUTS, 0.1)
-    views = {name: scene.view(value) for name, value in _rest(rows).items()}
-    clock, inputs = scene.round(_START, counts=True), scene.view(given)
-    record = scene.out(ROUNDS * rows, CELLS)
+    sent, record_before = _spikes(ROUNDS * rows, INPUTS, 0.1), _out(ROUNDS * rows, CELLS)
+    if is_given:
+        views = {name: scene.given(value, len(value), per="run") for name, value in _rest(rows).items()}
+        inputs, record = (scene.given(item, rows, per="round") for item in (sent, record_before))
+    else:
+        views = {name: scene.view(value) for name, value in _rest(rows).items()}
+        inputs, record = scene.view(sent), scene.view(record_before)
+    clock = scene.round(_START, counts=True)
     beta, level = torch.tensor([[0.8]]), torch.tensor([[45.0]])
     beta_at, level_at, steps_at = (scene.view(item) for item in (beta, level, torch.tensor([[2.0]])))
     arrived, before, ones = (scene.out(rows, CELLS) for _ in range(3))

@@ -54,6 +54,23 @@ class Scene:
         self.tensors.append(self.place(flat).to(self.subject.device))
         return view
 
+    def given(self, values: torch.Tensor, rows: int, *, per: str) -> View:
+        """Return a view [rows, columns] of memory that each run gives: for itself, or for each round."""
+        rounds = len(values) // rows
+        size, gap = rows * values.shape[1], self.margin if rounds > 1 else 0
+        flat = torch.full((rounds, size + gap), int(CANARY), dtype=values.dtype)
+        flat[:, :size] = values.view(rounds, size)
+        view = View(len(self.buffers), rows, values.shape[1])
+        self.buffers.append(Buffer(f"buffer {len(self.buffers)}", size, values.dtype, given=per))
+        self.tensors.append(self.place(flat).to(self.subject.device)[:, :size])
+        return view
+
+    def streams(self, first: int, count: int) -> list[torch.Tensor]:
+        """Return what a run of some rounds is given."""
+        pairs = zip(self.buffers, self.tensors, strict=True)
+        found = [(item.given, tensor) for item, tensor in pairs if item.given]
+        return [tensor[first : first + count] if per == "round" else tensor for per, tensor in found]
+
     def out(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> View:
         """Return a view to be written."""
         return self.view(torch.full((rows, columns), int(CANARY), dtype=dtype))
@@ -103,7 +120,9 @@ class Scene:
             for layer in self.layers
         ]
         program = Program(self.buffers, self.steps, sizes, self.clock)
-        made = bind(program, self.tensors, self.layers, registry=self.subject.registry)
+        pairs = zip(self.buffers, self.tensors, strict=True)
+        tensors = [tensor for item, tensor in pairs if item.is_bound]
+        made = bind(program, tensors, self.layers, registry=self.subject.registry)
         if made.record.backend != self.subject.name:
             raise FailureError(f"declared, then refused: {'; '.join(made.record.reasons)}")
         return made
@@ -111,6 +130,8 @@ class Scene:
     def read(self, view: View) -> torch.Tensor:
         """Return what a view holds."""
         tensor = self.tensors[view.buffer]
+        if self.buffers[view.buffer].given:
+            return tensor.reshape(-1, view.columns).to("cpu", copy=True)
         shown = tensor.as_strided((view.rows, view.columns), (view.stride, 1), tensor.storage_offset() + view.offset)
         return shown.to("cpu", copy=True)
 

@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 9
+#define Q4_CPU_ABI_VERSION 10
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
@@ -235,16 +235,26 @@ typedef struct {
     const q4_synapses *synapses; /* likewise, of SEND; what it points to must stay where it is */
 } q4_step;
 
+/* Memory that each run gives anew: a view that lies in it is as far from its first byte, and `step` bytes further in each round.
+ * A step of Q4_LINEAR or Q4_EMBEDDING has none, and no token, position or clock lies there. */
+typedef struct {
+    void *data;    /* at a run; when a program is made, where the views point to */
+    int64_t bytes; /* of a round */
+    int64_t step;  /* at a run: from round to round, in bytes; 0 for the same memory in all */
+} q4_stream;
+
 typedef struct q4_program q4_program;
 
 /* Check and bind steps for up to that many threads. All memory that views and layers point to must stay where it is. Takes
  * whatever memory runs need. `clock` is NULL, or one number that is one more after each round. Returns as above, or 1 + the
  * number of the first step that makes no sense. */
-int32_t q4_cpu_program_make(const q4_step *steps, int64_t count, int32_t threads, int32_t isa, int64_t *clock, q4_program **program);
+int32_t q4_cpu_program_make(const q4_step *steps, int64_t count, int32_t threads, int32_t isa, int64_t *clock, const q4_stream *streams,
+                            int64_t stream_count, q4_program **program);
 /* Run every step, in their order, for some rounds, with no more threads than it was made for; the bits are the same for any
- * number. Takes no memory. Returns as above; -3 where the program is running already; 1 + the number of a step whose token,
+ * number. Takes no memory. As many streams as it was made with: none of them may overlap another or a view that a step
+ * writes, and of one that is written no round may overlap another but where all are the same. Returns as above; -3 where the program is running already; 1 + the number of a step whose token,
  * position or clock is out of range, before anything is written. */
-int32_t q4_cpu_program_run(q4_program *program, int32_t threads, int64_t rounds);
+int32_t q4_cpu_program_run(q4_program *program, int32_t threads, int64_t rounds, const q4_stream *streams);
 /* How many rows of x of that step, a packed product, had outliers in the last run. */
 int64_t q4_cpu_program_outlier_rows(const q4_program *program, int64_t step);
 void q4_cpu_program_free(q4_program *program);

@@ -67,6 +67,9 @@ void turn(const float* x, const float* table, int64_t turned, int64_t columns, b
 }  // namespace
 }  // namespace q4
 
+// Rounds after which a team looks again whether sharing pays: another process may have taken a core.
+static constexpr int64_t kRounds = 64;
+
 // Copy tokens and positions, so that what is checked is what is used.
 int32_t q4_program::read_indices() {
     int64_t* to = indices_.data();
@@ -82,41 +85,67 @@ int32_t q4_program::read_indices() {
     return 0;
 }
 
-int32_t q4_program::run(int threads, int64_t rounds) {
+// Have views where this run's streams are; false where one of these makes no sense.
+bool q4_program::take_streams(const q4_stream* streams) {
+    if (elements_.empty()) return true;
+    for (size_t i = 0; i < elements_.size(); ++i) {
+        if (!streams || !streams[i].data || reinterpret_cast<uintptr_t>(streams[i].data) % static_cast<uintptr_t>(elements_[i]) ||
+            streams[i].step % elements_[i])
+            return false;
+    }
+    for (q4::Bound& b : bound_) {
+        b.moves = false;
+        for (q4::Moving& m : b.moving) {
+            const q4_stream& stream = streams[m.stream];
+            m.of(b.step).data = static_cast<uint8_t*>(stream.data) + m.offset;
+            m.step = stream.step;
+            b.moves = b.moves || m.step;
+        }
+    }
+    return true;
+}
+
+// Run some rounds on a team, or alone where sharing does not pay now.
+void q4_program::share(int threads, int64_t first, int64_t last) {
+    using namespace q4;
+    const bool shares = may_share(threads);
+    const int64_t start = shares ? now_ns() : 0;
+    const bool is_alone = !shares || g_patience.is_alone(start);
+    for (Bound& b : bound_)
+        if (b.sender && b.step.op == Q4_SEND) cut(*b.sender, b.step.outputs[0].columns, is_alone || b.split == Split::ALONE ? 1 : threads);
+    if (is_alone) {
+        const FloatMode plain;
+        work(0, 1, first, last);
+        return;
+    }
+    barrier_.reset();
+    run_team(threads, [this, first, last](int64_t one, int64_t team) {
+        const FloatMode plain;
+        work(static_cast<int>(one), static_cast<int>(team), first, last);
+    });
+    // Waiting for a quarter of its own time, of hundreds of barriers, is no imbalance.
+    const int64_t end = now_ns(), done = end - barrier_.waited_ns();
+    g_patience.judge(done - (done - start) / 4, done, end);
+}
+
+int32_t q4_program::run(int threads, int64_t rounds, const q4_stream* streams) {
     using namespace q4;
     const int32_t me = g_forks.load(std::memory_order_relaxed) + 1;
     int32_t runner = runner_.load();
     if (runner == me || !runner_.compare_exchange_strong(runner, me)) return -3;
-    const int32_t status = read_indices();
+    const int32_t status = take_streams(streams) ? read_indices() : -1;
     if (status == 0) {
         threads = is_shared_ ? std::min(threads, threads_) : 1;
-        const bool shares = may_share(threads);
-        const int64_t start = shares ? now_ns() : 0;
-        const bool is_alone = !shares || g_patience.is_alone(start);
-        for (Bound& b : bound_)
-            if (b.sender && b.step.op == Q4_SEND) cut(*b.sender, b.step.outputs[0].columns, is_alone || b.split == Split::ALONE ? 1 : threads);
-        if (is_alone) {
-            const FloatMode plain;
-            work(0, 1, rounds);
-        } else {
-            barrier_.reset();
-            run_team(threads, [this, rounds](int64_t one, int64_t team) {
-                const FloatMode plain;
-                work(static_cast<int>(one), static_cast<int>(team), rounds);
-            });
-            // Waiting for a quarter of its own time, of hundreds of barriers, is no imbalance.
-            const int64_t end = now_ns(), done = end - barrier_.waited_ns();
-            g_patience.judge(done - (done - start) / 4, done, end);
-        }
+        for (int64_t first = 0; first < rounds; first += kRounds) share(threads, first, std::min(rounds, first + kRounds));
         if (clock_) *clock_ += rounds;
     }
     runner_.store(0);
     return status;
 }
 
-void q4_program::work(int me, int team, int64_t rounds) {
+void q4_program::work(int me, int team, int64_t first, int64_t last) {
     using namespace q4;
-    for (int64_t round = 0; round < rounds; ++round)
+    for (int64_t round = first; round < last; ++round)
         for (const Bound& b : bound_) {
             // Asking for the next tiles here (2, 8 and 16 KiB of them) gave less than 1 %, and was left out.
             if (b.waits && team > 1) barrier_.wait(me, team);
@@ -167,11 +196,19 @@ void q4_program::linear(q4::Linear& l, int me, int team) {
 
 void q4_program::perform(const q4::Bound& b, int me, int team, int64_t round) {
     using namespace q4;
-    const q4_step& s = b.step;
+    q4_step moved;
+    if (b.moves) {
+        moved = b.step;
+        for (const Moving& m : b.moving) {
+            q4_view& v = m.of(moved);
+            v.data = static_cast<uint8_t*>(v.data) + round * m.step;
+        }
+    }
+    const q4_step& s = b.moves ? moved : b.step;
     const q4_view &x = s.inputs[0], &other = s.inputs[1], &y = s.outputs[0];
     const bool has_columns = split_of(s) == Split::COLUMNS;
     const Range rows = has_columns ? Range{0, y.rows} : part_of(x.rows, me, team);
-    if (is_spiking(s.op)) return spike(b, me, team, round);
+    if (is_spiking(s.op)) return spike(b, s, me, team, round);
     const Range columns = has_columns ? part_of_columns(y.columns, me, team) : Range{0, y.columns};
     const int64_t from = columns.from, width = columns.to - columns.from;
     if (b.linear) return linear(*b.linear, me, team);
@@ -232,8 +269,8 @@ void q4_program::perform(const q4::Bound& b, int me, int team, int64_t round) {
     }
 }
 
-extern "C" int32_t q4_cpu_program_run(q4_program* program, int32_t threads, int64_t rounds) {
-    return program && threads > 0 && rounds > 0 ? program->run(threads, rounds) : -1;
+extern "C" int32_t q4_cpu_program_run(q4_program* program, int32_t threads, int64_t rounds, const q4_stream* streams) {
+    return program && threads > 0 && rounds > 0 ? program->run(threads, rounds, streams) : -1;
 }
 
 int64_t q4_program::outlier_rows(int64_t step) const {

@@ -69,6 +69,18 @@ struct Sender {
     int team = 0;  // that the cuts are for
 };
 
+constexpr int64_t kMostStreams = 4096;
+
+// A view of a step that lies in a stream.
+struct Moving {
+    bool is_input;
+    int view, stream;
+    int64_t offset;    // bytes from the stream's first
+    int64_t step = 0;  // of this run
+
+    q4_view& of(q4_step& s) const { return is_input ? s.inputs[view] : s.outputs[view]; }
+};
+
 struct Bound {
     q4_step step;
     Split split;
@@ -78,6 +90,8 @@ struct Bound {
     const int64_t* indices = nullptr;
     int64_t range = 0;      // of the indices
     bool waits = false;     // for all others, before it begins
+    std::vector<Moving> moving;
+    bool moves = false;  // from round to round, in this run
 };
 
 // Memory of one thread.
@@ -92,8 +106,9 @@ struct Thread {
 }  // namespace q4
 
 struct q4_program {
-    q4_program(const q4_step* steps, int64_t count, int threads, int64_t* clock, const q4::Kernels& kernels);
-    int32_t run(int threads, int64_t rounds);
+    q4_program(const q4_step* steps, int64_t count, int threads, int64_t* clock, const q4_stream* streams, int64_t stream_count,
+               const q4::Kernels& kernels);
+    int32_t run(int threads, int64_t rounds, const q4_stream* streams);
     int64_t outlier_rows(int64_t step) const;
 
   private:
@@ -102,11 +117,13 @@ struct q4_program {
     std::vector<q4::Access> accesses(const q4::Bound& b, int64_t round) const;
     void take_memory();
     int32_t read_indices();
+    bool take_streams(const q4_stream* streams);
     void cut(q4::Sender& s, int64_t targets, int team);
-    void work(int me, int team, int64_t rounds);
+    void share(int threads, int64_t first, int64_t last);
+    void work(int me, int team, int64_t first, int64_t last);
     void perform(const q4::Bound& b, int me, int team, int64_t round);
-    void spike(const q4::Bound& b, int me, int team, int64_t round);
-    void multiply_spikes(const q4::Bound& b, const uint64_t* bits, q4::Range columns, int me, int64_t row);
+    void spike(const q4::Bound& b, const q4_step& s, int me, int team, int64_t round);
+    void multiply_spikes(const q4::Bound& b, const q4_step& s, const uint64_t* bits, q4::Range columns, int me, int64_t row);
     q4::Range part_of_columns(int64_t columns, int me, int team) const;
     void linear(q4::Linear& l, int me, int team);
 
@@ -117,6 +134,7 @@ struct q4_program {
     int64_t unit_ = 16;     // columns that one thread has at least: a tile, and a cache line of float32; a word of bits
     bool is_shared_ = false;  // any step is done by more than one thread
     std::vector<q4::Bound> bound_;
+    std::vector<int> elements_;  // bytes of a number in each stream: what its address and its step are multiples of
     std::vector<int64_t> indices_, numbers_;  // tokens and positions as they were at the start; 0, 1, 2 …
     std::vector<q4::Line> memory_;
     std::vector<q4::Panel> panels_;

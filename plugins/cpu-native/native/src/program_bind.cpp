@@ -24,6 +24,29 @@ namespace {
 // A step that takes less on one thread is not worth a barrier; a wait between two cores takes about 0.3 µs.
 constexpr double kSmallNs = 600.0;
 
+Span span_of(const q4_stream& s) { return Span({s.data, 1, s.bytes, s.bytes}, 1); }
+
+// Call use(is_input, number, view, bytes of an element) for each view of a step.
+template <class Use> void each_view(const q4_step& s, const Use& use) {
+    for (int i = 0; i < s.input_count; ++i) use(true, i, s.inputs[i], input_bytes(s, i));
+    for (int o = 0; o < s.output_count; ++o) use(false, o, s.outputs[o], output_bytes(s, o));
+}
+
+// Whether each view lies in a stream, whole, or outside of all; and whether the operation may have such views.
+bool fits(const q4_step& s, const q4_stream* streams, int64_t count) {
+    bool does = true;
+    each_view(s, [&](bool is_input, int i, const q4_view& v, int element) {
+        const Span view(v, element);
+        for (int64_t k = 0; k < count; ++k) {
+            const Span stream = span_of(streams[k]);
+            if (!overlap(view, stream)) continue;
+            does = does && view.first >= stream.first && view.last <= stream.last && !(is_input && has_int64_input(s, i)) &&
+                   s.op != Q4_LINEAR && s.op != Q4_EMBEDDING;
+        }
+    });
+    return does;
+}
+
 double cost_ns(const Bound& b) {
     const q4_step& s = b.step;
     const q4_view& x = s.inputs[0];
@@ -41,13 +64,24 @@ double cost_ns(const Bound& b) {
 }  // namespace
 }  // namespace q4
 
-q4_program::q4_program(const q4_step* steps, int64_t count, int threads, int64_t* clock, const q4::Kernels& kernels)
-    : kernels_(kernels), do_(*kernels.operations), threads_(threads), clock_(clock), barrier_(threads) {
+q4_program::q4_program(const q4_step* steps, int64_t count, int threads, int64_t* clock, const q4_stream* streams, int64_t stream_count,
+                       const q4::Kernels& kernels)
+    : kernels_(kernels), do_(*kernels.operations), threads_(threads), clock_(clock), elements_(static_cast<size_t>(stream_count), 4),
+      barrier_(threads) {
     using namespace q4;
     bound_.reserve(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) {
         Bound b{steps[i], split_of(steps[i]), nullptr};
         if (is_spiking(b.step.op)) unit_ = 64;
+        each_view(b.step, [&](bool is_input, int view, const q4_view& v, int element) {
+            for (int stream = 0; stream < stream_count; ++stream) {
+                if (!overlap(Span(v, element), span_of(streams[stream]))) continue;
+                const int64_t offset = static_cast<const uint8_t*>(v.data) - static_cast<const uint8_t*>(streams[stream].data);
+                b.moving.push_back({is_input, view, stream, offset});
+                int& wide = elements_[static_cast<size_t>(stream)];
+                wide = std::max(wide, element);
+            }
+        });
         const int ticking = clock_input(b.step);
         b.ticks = ticking >= 0 && clock && b.step.inputs[ticking].data == clock;
         if (b.step.op == Q4_SPIKES) {
@@ -204,10 +238,13 @@ void q4_program::take_memory() {
 }
 
 extern "C" int32_t q4_cpu_program_make(const q4_step* steps, int64_t count, int32_t threads, int32_t isa, int64_t* clock,
-                                       q4_program** program) {
+                                       const q4_stream* streams, int64_t stream_count, q4_program** program) {
+    if (stream_count < 0 || stream_count > q4::kMostStreams || (stream_count && !streams)) return -1;
+    for (int64_t i = 0; i < stream_count; ++i)
+        if (!streams[i].data || !q4::is_size(streams[i].bytes)) return -1;
     if (!steps || !program || (clock && reinterpret_cast<uintptr_t>(clock) % 8) || !q4::is_size(count) || threads < 1 || q4_cpu_has_isa(isa) != 1) return -1;
     for (int64_t i = 0; i < count; ++i) {
-        if (!q4::is_sound(steps[i])) return static_cast<int32_t>(i) + 1;
+        if (!q4::is_sound(steps[i]) || !q4::fits(steps[i], streams, stream_count)) return static_cast<int32_t>(i) + 1;
         // What a step gives can't be looked at before the run.
         const q4::Indices at(steps[i]);
         for (int64_t j = 0; at.input >= 0 && j < i; ++j)
@@ -217,7 +254,7 @@ extern "C" int32_t q4_cpu_program_make(const q4_step* steps, int64_t count, int3
     }
     q4::watch_forks();
     try {
-        *program = new q4_program(steps, count, q4::team_size(q4::kMostThreads, threads), clock, *q4::kernels_of(isa));
+        *program = new q4_program(steps, count, q4::team_size(q4::kMostThreads, threads), clock, streams, stream_count, *q4::kernels_of(isa));
     } catch (...) {
         return -2;
     }

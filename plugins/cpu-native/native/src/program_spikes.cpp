@@ -83,7 +83,7 @@ void q4_program::cut(q4::Sender& s, int64_t targets, int team) {
     s.team = team;
 }
 
-void q4_program::multiply_spikes(const q4::Bound& b, const uint64_t* bits, q4::Range columns, int me, int64_t r) {
+void q4_program::multiply_spikes(const q4::Bound& b, const q4_step& step, const uint64_t* bits, q4::Range columns, int me, int64_t r) {
     using namespace q4;
     const Sender& s = *b.sender;
     const q4_matrix& m = s.layer.matrix;
@@ -100,7 +100,7 @@ void q4_program::multiply_spikes(const q4::Bound& b, const uint64_t* bits, q4::R
         last_half = half;
         ++count;
     };
-    const int64_t known = std::min(m.columns, b.step.inputs[0].columns * 64);
+    const int64_t known = std::min(m.columns, step.inputs[0].columns * 64);
     if (const int64_t* order = s.layer.inputs.order) {
         for (int64_t column = 0; column < m.columns; ++column)
             if (order[column] >= 0 && order[column] < known && (bits[order[column] / 64] >> order[column] % 64 & 1)) add(column);
@@ -117,16 +117,15 @@ void q4_program::multiply_spikes(const q4::Bound& b, const uint64_t* bits, q4::R
         const int64_t before = t * kTileRows;
         s.kernel({m, at, s.layer.tiles + t * at.tile_bytes}, spikes, count, sums);
         f.global = s.layer.global_scale && f.is_global_per_row ? s.layer.global_scale + before : s.layer.global_scale;
-        f.bias = b.step.input_count == 3 ? row<const float>(b.step.inputs[2], 0) + before : nullptr;
+        f.bias = step.input_count == 3 ? row<const float>(step.inputs[2], 0) + before : nullptr;
         f.count = std::min<int64_t>(kTileRows, m.rows - before);
-        f.y = row<float>(b.step.outputs[0], r) + before;
+        f.y = row<float>(step.outputs[0], r) + before;
         kernels_.finish(f, sums);
     }
 }
 
-void q4_program::spike(const q4::Bound& b, int me, int team, int64_t round) {
+void q4_program::spike(const q4::Bound& b, const q4_step& s, int me, int team, int64_t round) {
     using namespace q4;
-    const q4_step& s = b.step;
     const q4_view &x = s.inputs[0], &y = s.outputs[0];
     const int64_t now = s.op == Q4_INTEGRATE ? 0 : *b.indices + (b.ticks ? round : 0);
     // By the neurons that are read or written, whatever holds them.
@@ -163,7 +162,7 @@ void q4_program::spike(const q4::Bound& b, int me, int team, int64_t round) {
             }
             break;
         }
-        case Q4_SPIKES: multiply_spikes(b, row<const uint64_t>(x, read() + r), columns, me, r); break;
+        case Q4_SPIKES: multiply_spikes(b, s, row<const uint64_t>(x, read() + r), columns, me, r); break;
         case Q4_SEND: {
             const Sender& sender = *b.sender;
             int64_t slots[256];

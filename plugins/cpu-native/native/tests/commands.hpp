@@ -19,6 +19,7 @@ struct Arguments {
 int fuzz(const Arguments& arguments, bool is_guarded);
 int plant(const Arguments& arguments);
 int programs(const Arguments& arguments, bool is_guarded);
+int circuits(const Arguments& arguments, bool is_guarded);
 int bad_programs(const Arguments& arguments);
 int threads(const Arguments& arguments);
 int forks(const Arguments& arguments);

@@ -84,7 +84,7 @@ class ProgramLoad {
             steps.push_back({Q4_AFFINE, 1, 1, 2, {out}, {out}, {0.01, 0.0}, nullptr});
             steps.push_back({Q4_ADD, 2, 1, 0, {x, out}, {x}, {}, nullptr});
         }
-        status_ = q4_cpu_program_make(steps.data(), static_cast<int64_t>(steps.size()), threads, isa, nullptr, &program_);
+        status_ = q4_cpu_program_make(steps.data(), static_cast<int64_t>(steps.size()), threads, isa, nullptr, nullptr, 0, &program_);
     }
     ProgramLoad(const ProgramLoad&) = delete;
     ProgramLoad& operator=(const ProgramLoad&) = delete;
@@ -95,7 +95,7 @@ class ProgramLoad {
         wanted_ = x_;
     }
     void reset() { x_ = start_, std::fill(cache_.begin(), cache_.end(), 0.5f); }
-    int32_t run(int32_t threads) { return q4_cpu_program_run(program_, threads, 1); }
+    int32_t run(int32_t threads) { return q4_cpu_program_run(program_, threads, 1, nullptr); }
     bool runs(int32_t threads) {
         reset();
         return run(threads) == 0 && (wanted_.empty() || std::memcmp(x_.data(), wanted_.data(), x_.size() * sizeof(float)) == 0);

@@ -5,6 +5,7 @@
 //   q4_cpu_tests guard COUNT SEED [ISA]     the same, every buffer ending (or starting) at a page that may not be touched
 //   q4_cpu_tests plant COUNT SEED [ISA]     the same with planted faults, each of which must be found
 //   q4_cpu_tests program | program-guard COUNT SEED [ISA]   random programs, likewise
+//   q4_cpu_tests spiking | spiking-guard COUNT SEED [ISA]   random circuits of spiking neurons, against plain loops
 //   q4_cpu_tests threads | fork | bad [ISA] calls at once, calls after a fork, arguments that make no sense
 //   q4_cpu_tests program-bad [ISA]          programs that make no sense, and how much memory a run takes: none
 //   q4_cpu_tests patience               when calls stop sharing their work
@@ -20,7 +21,7 @@
 namespace {
 
 int usage() {
-    std::fputs("usage: q4_cpu_tests isas | (fuzz | guard | plant | program | program-guard) COUNT SEED [ISA] [--small] | (threads | fork | bad | program-bad) [ISA] |\n"
+    std::fputs("usage: q4_cpu_tests isas | (fuzz | guard | plant | program | program-guard | spiking | spiking-guard) COUNT SEED [ISA] [--small] | (threads | fork | bad | program-bad) [ISA] |\n"
                "       q4_cpu_tests patience | flaw (heap | sign | race)\n",
                stderr);
     return 2;
@@ -52,7 +53,8 @@ int main(int count, char** values) {
     }
     size_t next = 1;
     const bool is_program = command == "program" || command == "program-guard";
-    const bool is_random = command == "fuzz" || command == "guard" || command == "plant" || is_program;
+    const bool is_spiking = command == "spiking" || command == "spiking-guard";
+    const bool is_random = command == "fuzz" || command == "guard" || command == "plant" || is_program || is_spiking;
     if (is_random) {
         if (words.size() < 3) return usage();
         arguments.count = std::strtoll(words[1].c_str(), nullptr, 10);
@@ -71,6 +73,7 @@ int main(int count, char** values) {
     }
     if (command == "fuzz" || command == "guard") return fuzz(arguments, command == "guard");
     if (is_program) return programs(arguments, command == "program-guard");
+    if (is_spiking) return circuits(arguments, command == "spiking-guard");
     if (command == "plant") return plant(arguments);
     if (command == "threads") return threads(arguments);
     if (command == "fork") return forks(arguments);

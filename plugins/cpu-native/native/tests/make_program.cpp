@@ -189,7 +189,7 @@ class Maker {
         s.layer = step.layer ? &step.layer->layer : nullptr;
         // Views at random may overlap where they must not: such a step is refused, and another one is made.
         q4_program* program = nullptr;
-        if (q4_cpu_program_make(&s, 1, 1, q4_cpu_best_isa() ? q4_cpu_best_isa() : isa_here(), nullptr, &program) != 0) return;
+        if (q4_cpu_program_make(&s, 1, 1, q4_cpu_best_isa() ? q4_cpu_best_isa() : isa_here(), nullptr, nullptr, 0, &program) != 0) return;
         q4_cpu_program_free(program);
         for (const Step& earlier : made_.steps) {  // a value may change between the check of a program and its step
             if (step.index_input < 0) break;
@@ -233,9 +233,9 @@ std::string run_program(const std::vector<Step>& steps, int32_t isa, int threads
     std::vector<q4_step> plain;
     for (const Step& step : steps) plain.push_back(step.step);
     q4_program* program = nullptr;
-    int32_t status = q4_cpu_program_make(plain.data(), static_cast<int64_t>(plain.size()), threads, isa, nullptr, &program);
+    int32_t status = q4_cpu_program_make(plain.data(), static_cast<int64_t>(plain.size()), threads, isa, nullptr, nullptr, 0, &program);
     if (status != 0) return "q4_cpu_program_make returned " + std::to_string(status);
-    status = q4_cpu_program_run(program, threads, 1);
+    status = q4_cpu_program_run(program, threads, 1, nullptr);
     q4_cpu_program_free(program);
     return status == 0 ? std::string{} : "q4_cpu_program_run returned " + std::to_string(status);
 }

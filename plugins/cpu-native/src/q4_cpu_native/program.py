@@ -53,7 +53,13 @@ class NativeRunner:
         for step in program.steps:
             self._add(step, buffers, None if step.layer is None else layers[step.layer], families)
         clock = 0 if program.clock is None else buffers[program.clock].data_ptr()
-        if failed := self._native.bind(max(torch.get_num_threads(), os.cpu_count() or 1), isa, clock):
+        given = [buffers[index] for index in program.given]
+        self._sizes = [
+            item.element_size() * (program.buffers[index].given == "round")
+            for index, item in zip(program.given, given, strict=True)
+        ]
+        streams = [number for item in given for number in (item.data_ptr(), item.numel() * item.element_size())]
+        if failed := self._native.bind(max(torch.get_num_threads(), os.cpu_count() or 1), isa, clock, streams):
             why = "views overlap, a delay is longer than its ring, or an earlier step writes a token, position or clock"
             raise _refusal(program.steps[failed - 1], why)
         self._run = self._native.run
@@ -101,8 +107,12 @@ class NativeRunner:
             matrix, facts = call.matrix, (tensors[0].data_ptr(), address, count, call.divides, family, *inputs_of)
         self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts, synapses)
 
-    def __call__(self, rounds: int = 1) -> list[int]:
+    def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = ()) -> list[int]:
         """Run every step for some rounds, on as many threads as torch has now.
+
+        Args:
+            rounds: How many.
+            given: A tensor for each given buffer of the program.
 
         Returns:
             Of each step, how many rows of x had outliers in the last round; empty where none had.
@@ -110,7 +120,12 @@ class NativeRunner:
         Raises:
             InputError: A token, a position or the clock is out of range. Nothing has been written.
         """
-        if failed := self._run(torch.get_num_threads(), rounds):
+        streams = [
+            number
+            for item, size in zip(given, self._sizes, strict=True)
+            for number in (item.data_ptr(), item.stride(0) * size)
+        ]
+        if failed := self._run(torch.get_num_threads(), rounds, streams):
             step = self._program.steps[failed - 1]
             view = next(view for view, name in step.patterns() if name[0] == "i")
             value = self._buffers[view.buffer][view.offset : view.offset + view.columns].tolist()

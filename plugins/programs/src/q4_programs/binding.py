@@ -79,6 +79,13 @@ class BoundProgram:
         own += [layer.bias for layer in packed if layer.bias is not None]
         bound = [pair for pair in zip(program.buffers, self.buffers, strict=True) if pair[0].is_bound]
         self._names, self._given = [item.name for item, _ in bound], [tensor for _, tensor in bound]
+        written = program.written
+        self._streams = [(program.buffers[index], index in written) for index in program.given]
+        self._spans = [
+            (*_span(self.buffers[index]), index in written)
+            for index, item in enumerate(program.buffers)
+            if item.given is None
+        ]
         self._tensors = [*self._given, *own]
         self._places = self._found()
         self._counts: list[tuple[list[int], int]] = []
@@ -90,15 +97,18 @@ class BoundProgram:
             self._counts = [(layer.calls, layer.segment_index(step.inputs[0].rows) or 0) for _, layer, step in uses]
             self._packed = [(number, layer) for number, layer, _ in uses]
 
-    def __call__(self, rounds: int = 1) -> None:
+    def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = ()) -> None:
         """Run every step, in their order, for some rounds, by one call of the backend.
 
         Args:
             rounds: How often. The clock, where the program has one, is one more after each.
+            given: A tensor for each given buffer, in their order, of its size, dtype and device: a contiguous one, or
+                with ``given="round"`` [rounds, …] of which each row is contiguous. What is written shares no memory
+                with any other tensor of the program.
 
         Raises:
-            InputError: A token, a position or the clock is out of range, or ``rounds`` is no positive whole number.
-                Nothing has been written.
+            InputError: A token, a position or the clock is out of range, ``rounds`` is no positive whole number, or a
+                given tensor does not fit. Nothing has been written.
             LifecycleError: A buffer was resized, moved or freed, or a layer was closed, moved or loaded again.
             BackendError: The backend raised.
         """
@@ -108,8 +118,10 @@ class BoundProgram:
         with self.lock:
             if not self.is_whole():
                 self._refuse()
+            if given or self._streams:
+                self._check_given(rounds, given)
             try:
-                found = self._run() if rounds == 1 else self._run(rounds)
+                found = self._run(*((rounds, given) if given else (rounds,) if rounds > 1 else ()))
             except PLUGIN_FAULTS as error:
                 raise_broken_call(error, self._backend, "program")
             self.record.calls += 1
@@ -118,6 +130,33 @@ class BoundProgram:
             if found:
                 for number, layer in self._packed:
                     layer.add_outlier_rows(found[number])
+
+    def _check_given(self, rounds: int, given: Sequence[torch.Tensor]) -> None:
+        """Refuse given tensors that do not fit the program, or each other."""
+        what = f"program {self.record.name!r}"
+        if len(given) != len(self._streams):
+            raise InputError(what, name="given", rule=f"{len(self._streams)} tensors", value=len(given))
+        device = self.buffers[0].device
+        spans: list[tuple[int, int, bool]] = []
+        for (item, is_written), tensor in zip(self._streams, given, strict=True):
+            is_rounds = item.given == "round"
+            one = tensor[0] if is_rounds and tensor.dim() and len(tensor) == rounds else tensor
+            facts = one.numel(), tensor.dtype, tensor.device, one.is_contiguous(), one is not tensor
+            apart = not is_written or not is_rounds or rounds == 1 or tensor.stride(0) >= item.size
+            if facts != (item.size, item.dtype, device, True, is_rounds) or tensor.is_neg() or not apart:
+                shape = f"[{rounds}, …] with contiguous rows" if is_rounds else "a contiguous tensor"
+                rule = f"{shape} of {item.size} × {item.dtype} on {device}" + ", each apart" * (
+                    is_rounds and is_written
+                )
+                value = f"{[*tensor.shape]} × {tensor.dtype} on {tensor.device}"
+                raise InputError(what, name=f"buffer {item.name!r}", rule=rule, value=value)
+            spans.append((*_span(tensor), is_written))
+        for index, (first, last, is_written) in enumerate(spans):
+            for other_first, other_last, is_other_written in (*self._spans, *spans[:index]):
+                if first < other_last and other_first < last and (is_written or is_other_written):
+                    rule = "memory that nothing else of the program has"
+                    name = f"buffer {self._streams[index][0].name!r}"
+                    raise InputError(what, name=name, rule=rule, value="shared memory, which is written")
 
     def is_whole(self) -> bool:
         """Return whether every buffer and layer is where and what it was: whether a call runs, and does not raise."""
@@ -142,6 +181,13 @@ class BoundProgram:
     def tensor(self, view: View) -> torch.Tensor:
         """Return a view of the program's as a tensor [rows, columns] over the same memory."""
         return view.of(self.buffers[view.buffer].detach().view(-1))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor and behind the last one."""
+    first = tensor.data_ptr()
+    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return first, first + length * tensor.element_size()
 
 
 def bind(
@@ -195,7 +241,9 @@ def bind(
                 runner = backend.bind_program(program, flat, bound)
                 own = [None if step.layer is None else _kind_of(handles[step.layer]) for step in program.steps]
                 has_clock = program.clock is not None
-                kind = str(device), has_clock, *zip((step.kind() for step in program.steps), own, strict=True)
+                moving = [[program.buffers[view.buffer].given for view, _ in step.patterns()] for step in program.steps]
+                kinds = zip((step.kind() for step in program.steps), own, map(tuple, moving), strict=True)
+                kind = str(device), has_clock, *kinds
                 reason = _fault(registry, backend, kind, packed, (program, flat, bound))
             except PrepareError as error:
                 reason = "; ".join(map(str, error.reasons))
@@ -314,7 +362,7 @@ def _scratch(program: Program, device: torch.device) -> dict[int, torch.Tensor]:
     spans: dict[int, tuple[int, int]] = {}
     for index, step in enumerate(program.steps):
         for view in (*step.inputs, *step.outputs):
-            if not program.buffers[view.buffer].is_bound:
+            if not (program.buffers[view.buffer].is_bound or program.buffers[view.buffer].given):
                 spans[view.buffer] = spans.get(view.buffer, (index, index))[0], index
     places: dict[int, int] = {}
     live: list[tuple[int, int, int]] = []
@@ -336,6 +384,6 @@ def _scratch(program: Program, device: torch.device) -> dict[int, torch.Tensor]:
     for number, buffer in enumerate(program.buffers):
         if number in found:
             found[number] = found[number].view(buffer.dtype)
-        elif not buffer.is_bound:  # of no step
+        elif not buffer.is_bound:  # given, or of no step
             found[number] = torch.empty(buffer.size, dtype=buffer.dtype, device=device)
     return found

@@ -39,8 +39,12 @@ class BoundLayer:
 class Runner(Protocol):
     """A bound program."""
 
-    def __call__(self, rounds: int = 1) -> Sequence[int] | None:
+    def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = ()) -> Sequence[int] | None:
         """Run every step, in their order, for some rounds; the program's clock is one more after each.
+
+        ``given`` has a tensor for each given buffer, in their order, checked: a contiguous one of its size that is used
+        in the place of the buffer in all rounds, or [rounds, size] with contiguous rows, of which each round has one.
+        It is left out where there are none.
 
         What a step gives depends on what it reads alone, to the bit: neither on the number of threads nor on the steps
         round it. All but the reference allocate nothing.
@@ -67,7 +71,8 @@ class RunsPrograms(Protocol):
             program: Checked.
             buffers: One flat tensor for each buffer of the program, scratch ones too, which are 64-byte aligned and may
                 share memory where no step needs both. They keep address and size as long as the runner is used; the
-                core looks at that.
+                core looks at that. Those that stand for given ones are neither read nor written by a run that has
+                others in their place, or may be used to copy them.
             layers: The packed layers, all prepared by this backend (by any, for the reference).
 
         Raises:

@@ -19,7 +19,7 @@ from q4_programs.sparse import SparseWeight
 from q4core.plugin_api import outside_inference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from q4_programs.contract import RunsPrograms
     from q4_programs.program import Step, View
@@ -58,14 +58,19 @@ def find_fault(
         layers: Bound.
     """
     with outside_inference(), torch.no_grad():
-        bound = tuple(attrs.evolve(item, is_bound=True) for item in program.buffers)
-        program = Program(bound, program.steps, program.layers, program.clock)
+        bound = tuple(attrs.evolve(item, is_bound=True, given=None) for item in program.buffers)
+        trial = _Trial(Program(bound, program.steps, program.layers, program.clock))
         layers = [_fewer(layer) for layer in layers]
-        trial = _Trial(program)
         whole, steps = trial.buffers(buffers), trial.buffers(buffers)
-        backend.bind_program(program, whole, layers)(*((_ROUNDS,) if program.clock is not None else ()))
+        rounds = 1 if program.clock is None else _ROUNDS
+        given, others = ([_rounds_of(program, index, steps[index], rounds) for index in program.given] for _ in "12")
+        mixed = tuple(attrs.evolve(item, is_bound=item.given is None) for item in program.buffers)
+        program = Program(mixed, program.steps, program.layers, program.clock)
+        backend.bind_program(program, whole, layers)(*((rounds, given) if given else (rounds,) if rounds > 1 else ()))
         seen: set[object] = set()
-        for number in range(1 if program.clock is None else _ROUNDS):
+        for number in range(rounds):
+            rows = [item[number % len(item)] for item in others]
+            _move(steps, program.given, rows)
             for index, step in enumerate(program.steps):
                 one = Program(bound, (step,), program.layers)
                 parts = trial.parts(step, step.inputs, steps)
@@ -84,15 +89,41 @@ def find_fault(
                 if kind not in seen and (wrong := _compare(step, inputs, outputs, expected)) is not None:
                     return f"{where}: {wrong}"
                 seen.add(kind)
+            _move(rows, range(len(rows)), [steps[index] for index in program.given])
             if program.clock is not None:
                 steps[program.clock] += 1
-        if program.clock is not None and int(whole[program.clock]) != int(steps[program.clock]):
-            return f"the clock is {int(whole[program.clock])} after {_ROUNDS} rounds, not {int(steps[program.clock])}"
-        for index, step in enumerate(program.steps):
-            pairs = zip(trial.parts(step, step.outputs, whole), trial.parts(step, step.outputs, steps), strict=True)
-            if not all(bool(_same(one, other).all()) for one, other in pairs):
-                return f"step {index}, {step.op.value}: other bits in the whole program than by itself"
+        pairs = zip(program.given, given, others, strict=True)
+        if odd := [program.buffers[index].name for index, *both in pairs if not bool(_same(*both).all())]:
+            return f"buffer {odd[0]!r}: other bits where it is given than where it is bound"
+        _move(whole, program.given, [item[-1] for item in others])
+        return _difference(program, trial, whole, steps)
+
+
+def _difference(
+    program: Program, trial: _Trial, whole: Sequence[torch.Tensor], steps: Sequence[torch.Tensor]
+) -> str | None:
+    """Return where a whole program left something else than its steps, or None."""
+    if program.clock is not None and int(whole[program.clock]) != int(steps[program.clock]):
+        return f"the clock is {int(whole[program.clock])} after {_ROUNDS} rounds, not {int(steps[program.clock])}"
+    for index, step in enumerate(program.steps):
+        pairs = zip(trial.parts(step, step.outputs, whole), trial.parts(step, step.outputs, steps), strict=True)
+        if not all(bool(_same(one, other).all()) for one, other in pairs):
+            return f"step {index}, {step.op.value}: other bits in the whole program than by itself"
     return None
+
+
+def _move(to: Sequence[torch.Tensor], places: Iterable[int], values: Sequence[torch.Tensor]) -> None:
+    for index, value in zip(places, values, strict=True):
+        to[index].copy_(value)
+
+
+def _rounds_of(program: Program, index: int, buffer: torch.Tensor, rounds: int) -> torch.Tensor:
+    """Return what a run of a trial gives for a buffer: other numbers in each round, and a gap between two."""
+    count = rounds if program.buffers[index].given == "round" else 1
+    made = torch.zeros(count, len(buffer) + (8 if count > 1 else 0), dtype=buffer.dtype, device=buffer.device)
+    for number, row in enumerate(made[:, : len(buffer)]):
+        row.copy_(buffer.roll(number) if buffer.is_floating_point() else buffer)
+    return made[:, : len(buffer)]
 
 
 class _Trial:

@@ -1,8 +1,9 @@
 """Programs: a static list of operations over bound buffers, which a backend runs by one call.
 
-An operation reads and writes views of buffers. A buffer is either bound (a parameter, a table, a cache, an input: a
-tensor of the caller's, which may change between runs) or scratch (allocated when the program is bound, written before
-it is read). Numbers that change from run to run, such as a token or a position, are in int64 buffers.
+An operation reads and writes views of buffers. A buffer is bound (a parameter, a table, a cache, an input: a tensor of
+the caller's, whose numbers may change between runs), or given (a tensor of the caller's, another one with each run: a
+state, or inputs and records of many rounds), or scratch (allocated when the program is bound, written before it is
+read). Numbers that change from run to run, such as a token or a position, are in int64 buffers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ __all__ = ["Buffer", "Program", "Step", "View"]
 
 
 _MOST_ROUNDS = 1 << 62
+_FIXED = frozenset({Op.LINEAR, Op.EMBEDDING})
+"""Operations whose memory stays where it is: they are prepared for it when they are bound."""
 
 
 def _tuple(items: Iterable[Any]) -> tuple[Any, ...]:
@@ -45,20 +48,25 @@ class Buffer:
         name: For messages.
         size: Elements.
         dtype: float32 or int64.
-        is_bound: Whether the caller gives it; else it is scratch.
+        is_bound: Whether the caller gives it when the program is bound.
+        given: ``"run"`` where each run gives it anew, ``"round"`` where a run gives one for each of its rounds. Buffers
+            that are neither bound nor given are scratch.
 
     Raises:
-        ConfigError: The size or the dtype is not legal.
+        ConfigError: The size, the dtype or ``given`` is not legal.
     """
 
     name: str
     size: int
     dtype: torch.dtype = torch.float32
     is_bound: bool = False
+    given: str | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check size and dtype."""
         what = f"buffer {self.name!r}"
+        is_legal = self.given is None or (self.given in {"run", "round"} and not self.is_bound)
+        _require(is_legal, what, "given", "run or round, of a buffer that is not bound, or None", self.given)
         _require(_is_count(self.size), what, "size", "a positive whole number", self.size)
         _require(self.dtype in {torch.float32, torch.int64}, what, "dtype", "float32 or int64", self.dtype)
 
@@ -165,7 +173,7 @@ class Program:
     def __attrs_post_init__(self) -> None:
         """Check every view and every step."""
         _require(bool(self.steps), "program", "steps", "at least one", self.steps)
-        known = {index for index, buffer in enumerate(self.buffers) if buffer.is_bound}
+        known = {index for index, buffer in enumerate(self.buffers) if buffer.is_bound or buffer.given}
         for index, step in enumerate(self.steps):
             label = f" ({step.label})" if step.label else ""
             what = f"program step {index}, {getattr(step.op, 'value', step.op)}{label}"
@@ -173,6 +181,9 @@ class Program:
             early = [self.buffers[view.buffer].name for view in step.inputs if view.buffer not in known]
             _require(not early, what, "inputs", "bound or written by a step before", early)
             known.update(view.buffer for view in step.outputs)
+            fixed = [view.buffer for view, name in step.patterns() if name[0] == "i" or step.op in _FIXED]
+            moved = [self.buffers[buffer].name for buffer in fixed if self.buffers[buffer].given]
+            _require(not moved, what, "views", "of bound or scratch memory: no given one", moved)
         if self.clock is not None:
             is_there = _is_count(self.clock, 0) and self.clock < len(self.buffers)
             facts = is_there and (buffer := self.buffers[self.clock]).is_bound and buffer.size == 1
@@ -180,6 +191,16 @@ class Program:
             _require(facts, "program", "clock", "a bound int64 buffer of one number", self.clock)
             written = any(view.buffer == self.clock for step in self.steps for view in step.outputs)
             _require(not written, "program", "clock", "written by no step", self.clock)
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """Indices of the given buffers, in the order in which a run gets their tensors."""
+        return tuple(index for index, buffer in enumerate(self.buffers) if buffer.given)
+
+    @property
+    def written(self) -> frozenset[int]:
+        """Indices of the buffers that a step writes."""
+        return frozenset(view.buffer for step in self.steps for view in step.outputs)
 
     def limit(self, step: Step) -> int:
         """Return how many values a step's token, position or clock may have."""

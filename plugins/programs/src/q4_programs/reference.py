@@ -73,7 +73,9 @@ class Reference:
             first = 1 if program.steps[0].op is Op.EMBEDDING and program.steps[0].layer is not None else 0
             parts = [*parts[:first], _captured(parts[first:], [buffers[index] for index in sorted(written)])]
         clock = None if program.clock is None else buffers[program.clock]
-        return functools.partial(_run, limits, parts, clock=clock)
+        places = [(buffers[i], program.buffers[i].given == "round", i in written) for i in program.given]
+        run = functools.partial(_run, limits, parts, clock=clock)
+        return functools.partial(_run_given, run, places) if places else run
 
 
 REFERENCE = Reference()
@@ -97,6 +99,22 @@ def _run(
                 part()
             if clock is not None:
                 clock += 1
+
+
+def _run_given(
+    run: Callable[[], object],
+    places: Sequence[tuple[torch.Tensor, bool, bool]],
+    rounds: int = 1,
+    given: Sequence[torch.Tensor] = (),
+) -> None:
+    """Run by rounds; of each place what is given comes to it before and, if it is written, goes back after."""
+    for number in range(rounds):
+        for (place, is_rounds, _), tensor in zip(places, given, strict=True):
+            place.copy_((tensor[number] if is_rounds else tensor).reshape(-1))
+        run()
+        for (place, is_rounds, is_written), tensor in zip(places, given, strict=True):
+            if is_written:
+                (tensor[number] if is_rounds else tensor).view(-1).copy_(place)
 
 
 def _captured(parts: Sequence[Part], written: Sequence[torch.Tensor]) -> Part:

@@ -218,10 +218,12 @@ class SpikingRunner:
         self._kernels = SpikingKernels(target, self._device)
         self._clock = None if program.clock is None else buffers[program.clock]
         clocks = {view.buffer for step in program.steps for view, name in step.patterns() if name == "i11"}
+        written = program.written
+        self._streams = [_Stream(buffers[i], program.buffers[i].given == "round", i in written) for i in program.given]
         self._clocks = [buffers[index] for index in sorted(clocks)]
         self._lists: dict[tuple[Any, float], Tensors] = {}
         self._launches: list[Launch] = []
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._has_run = False
         tables = {step.layer for step in program.steps if step.op.value == "send"}
         self._tables = {index: SynapseTable.of(layers[index].prepared, self._device) for index in tables}
@@ -240,8 +242,11 @@ class SpikingRunner:
             else:
                 getattr(self, f"_{step.op.value}", self._move)(step, *self._views(step))
 
-    def __call__(self, rounds: int = 1) -> None:
+    def __call__(self, rounds: int = 1, given: Tensors = ()) -> None:
         """Run every step, for some rounds.
+
+        Graphs have their memory where it was when they were captured. So given states are copied there and back once a
+        run; and given rounds once a graph, to and from memory that each of its rounds has a row of.
 
         Raises:
             InputError: A clock is negative. Nothing has been written.
@@ -250,31 +255,48 @@ class SpikingRunner:
             if (value := int(clock)) < 0:
                 raise InputError("program", name="clock", rule="0 or more", value=value)
         is_first, self._has_run = not self._has_run, True
-        if self._device.type != "cuda" or (is_first and rounds == 1):  # a self-probe's programs run once
-            with on_device(self._device), torch.inference_mode():
-                for _ in range(rounds):
-                    self._round()
-            return
-        with on_device(self._device):
-            while rounds:
-                count = min(_GRAPH, 1 << rounds.bit_length() - 1)
-                self._graph(count).replay()
-                rounds -= count
+        # A self-probe's programs run once.
+        is_plain = self._device.type != "cuda" or (is_first and rounds == 1)
+        with on_device(self._device), torch.inference_mode():
+            moved = [*zip(self._streams, given, strict=bool(given))]
+            for stream, tensor in moved:
+                stream.begin(tensor)
+            done = 0
+            while done < rounds:
+                count = min(_GRAPH, 1 << (rounds - done).bit_length() - 1)
+                for stream, tensor in moved:
+                    stream.take(tensor, done, count)
+                if is_plain:
+                    self._rounds(count, is_moved=bool(given))
+                else:
+                    self._graph(count, is_moved=bool(given)).replay()
+                for stream, tensor in moved:
+                    stream.give(tensor, done, count)
+                done += count
+            for stream, tensor in moved:
+                stream.end(tensor)
 
-    def _graph(self, rounds: int) -> torch.cuda.CUDAGraph:
-        if rounds not in self._graphs:
+    def _graph(self, rounds: int, *, is_moved: bool) -> torch.cuda.CUDAGraph:
+        key = rounds, is_moved
+        if key not in self._graphs:
             graph = torch.cuda.CUDAGraph()
-            with torch.inference_mode(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                for _ in range(rounds):
-                    self._round()
-            self._graphs[rounds] = graph
-        return self._graphs[rounds]
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._rounds(rounds, is_moved=is_moved)
+            self._graphs[key] = graph
+        return self._graphs[key]
 
-    def _round(self) -> None:
-        for launch in self._launches:
-            launch()
-        if self._clock is not None:
-            self._clock.add_(1)
+    def _rounds(self, rounds: int, *, is_moved: bool) -> None:
+        """Run some rounds; ``is_moved`` where the rows of given rounds go to and from their buffers."""
+        streams = [stream for stream in self._streams if is_moved and stream.rows is not None]
+        for number in range(rounds):
+            for stream in streams:
+                stream.load(number)
+            for launch in self._launches:
+                launch()
+            for stream in streams:
+                stream.store(number)
+            if self._clock is not None:
+                self._clock.add_(1)
 
     # -- operations
 
@@ -394,6 +416,52 @@ class SpikingRunner:
         out, (factor, term) = outputs[0], step.numbers
         self._launches.append(functools.partial(torch.mul, inputs[0], factor, out=out))
         self._launches.append(functools.partial(out.add_, term))
+
+
+class _Stream:
+    """A given buffer: what stands for it, and where rounds of a graph have their rows.
+
+    Args:
+        place: The buffer, flat.
+        is_rounds: Whether each round has a row of its own.
+        is_written: Whether a step writes it.
+    """
+
+    def __init__(self, place: torch.Tensor, is_rounds: bool, is_written: bool) -> None:  # noqa: FBT001  # two facts
+        self._place, self._is_rounds, self._is_written = place, is_rounds, is_written
+        self.rows: torch.Tensor | None = None
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Take what all rounds of a run have in one place; or have rows for those of a graph."""
+        if not self._is_rounds:
+            self._place.copy_(tensor.view(-1))
+        elif self.rows is None:
+            self.rows = self._place.new_zeros(_GRAPH, len(self._place))
+
+    def take(self, tensor: torch.Tensor, done: int, count: int) -> None:
+        """Take the rows of a graph's rounds."""
+        if self.rows is not None:
+            self.rows[:count].copy_(tensor[done : done + count].reshape(count, -1))
+
+    def load(self, number: int) -> None:
+        """Copy a round's row to where the program has it."""
+        if self.rows is not None:
+            self._place.copy_(self.rows[number])
+
+    def store(self, number: int) -> None:
+        """Copy what a round wrote to its row."""
+        if self.rows is not None and self._is_written:
+            self.rows[number].copy_(self._place)
+
+    def give(self, tensor: torch.Tensor, done: int, count: int) -> None:
+        """Give the rows that a graph wrote."""
+        if self.rows is not None and self._is_written:
+            tensor[done : done + count].copy_(self.rows[:count].view_as(tensor[:count]))
+
+    def end(self, tensor: torch.Tensor) -> None:
+        """Give what all rounds of a run wrote in one place."""
+        if not self._is_rounds and self._is_written:
+            tensor.view(-1).copy_(self._place)
 
 
 def _is_dense(step: Any) -> bool:
