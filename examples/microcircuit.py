@@ -42,6 +42,7 @@ CHANCES = torch.tensor(
 )
 STEP, MEMBRANE, SYNAPSE, CAPACITY, REFRACTORY = 0.1, 10.0, 0.5, 250.0, 20  # ms, ms, ms, pF, steps
 THRESHOLD, START, START_SPREAD, BACKGROUND = 15.0, 7.0, 10.0, 8.0  # mV above rest, where a spike resets to; spikes/s
+_AT_ONCE = 1 << 21  # numbers of the input that are in memory: 8 MB
 AMPLITUDE, WEIGHT_SPREAD, DELAY_SPREAD = 87.81, 0.1, 0.5  # pA (a PSP of 0.15 mV); of the mean
 
 
@@ -111,8 +112,9 @@ def simulate(model: Model, network: Network, seconds: float, seed: int) -> torch
     spikes, state = Recorder("cells", events=True), network.rest()
     _, voltage, _ = state.neurons["cells"]
     voltage.normal_(START, START_SPREAD, generator=torch.Generator().manual_seed(seed))
+    steps, chunk = round(seconds * 1e3 / STEP), max(1, _AT_ONCE // len(rates))
     with torch.no_grad():
-        network.run(outside, state, recorders=[spikes], steps=round(seconds * 1e3 / STEP), chunk=64)
+        network.run(outside, state, recorders=[spikes], steps=steps, chunk=chunk)
     return spikes.data[:, [0, 2]]
 
 

@@ -6,7 +6,6 @@ one; and where each step is right, so is the whole, with no bound that grows fro
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -172,8 +171,9 @@ class _Trial:
             names = [name for _, name in step.patterns()]
             for view, name, part in zip(step.inputs, names, self.parts(step, step.inputs, made), strict=False):
                 if name[0] == "b":
-                    words = torch.randint(-(1 << 63), (1 << 63) - 1, (_RARE, *part.shape), generator=random)
-                    part.copy_(functools.reduce(torch.bitwise_and, words))
+                    part.fill_(-1)
+                    for _ in range(_RARE):
+                        part.bitwise_and_(torch.randint(-(1 << 63), (1 << 63) - 1, part.shape, generator=random))
                 elif view.buffer not in self._parameters and part.dtype is torch.float32:
                     part.copy_(torch.randn(part.shape, generator=random))
         return made

@@ -242,7 +242,8 @@ class PoissonInput(Source):
         words = uniform_words(self.seed, sample, first, steps, self.size)
         if self._tables is None:
             return self._count(words.reshape(-1), np.tile(self._group, steps)).reshape(words.shape)
-        places = (words >> np.uint32(16)).view(np.int32) + self._first
+        places = (words >> np.uint32(16)).view(np.int32)
+        places += self._first
         found: NDArray[np.uint8] = self._tables.index_select(0, torch.from_numpy(places).view(-1)).numpy()
         left = np.flatnonzero(found == _UNDECIDED)
         found[left] = self._count(words[np.divmod(left, self.size)], self._group[left % self.size])
