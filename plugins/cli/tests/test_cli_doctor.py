@@ -13,7 +13,7 @@ import torch
 
 import q4core as q4
 from q4_cli.doctor_report import environment_facts, survey_backends, versions
-from q4_cli.trial import try_plugins
+from q4_cli.trial import try_commands, try_plugins
 from tests.support.commands import answer, process, say
 from tests.support.fakes import FakeBackend, plugin, registry
 from tests.support.limits import scaled
@@ -35,6 +35,7 @@ def _without_the_tests_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def _without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child process knows nothing of what a test put into this one."""
     monkeypatch.setattr("q4_cli.doctor.try_plugins", lambda *_: {})
+    monkeypatch.setattr("q4_cli.doctor.try_commands", list)
 
 
 def test_doctor_shows_machine_plugins_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,3 +289,27 @@ def test_doctor_shows_what_each_memory_provider_says(
     text = say(capsys, "doctor", "--device", "cpu")
     assert "unified memory for cpu: managed memory" in text
     assert "no unified memory for cpu: no managed memory" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("import no_such_module\n", "the command 'noisy' is left out: ModuleNotFoundError: No module named 'no_such_"),
+        ("import os\nos._exit(5)\n", "a plugin's command ends `q4 --help`, with status 5"),
+        ("def noisy():\n    pass\n", None),
+    ],
+)
+def test_doctor_names_a_command_that_is_broken(
+    code: str, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command whose module can't be imported, or ends the process, is among the problems, and the doctor goes on."""
+    info = tmp_path / "q4_noisy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: q4-noisy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[q4core.commands]\nnoisy = q4_noisy:noisy\n")
+    (tmp_path / "q4_noisy.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("q4_cli.doctor.try_commands", try_commands)
+    found = answer(capsys, "doctor", "--device", "cpu")["problems"]
+    assert [item[: len(problem or "")] for item in found] == ([problem] if problem else [])

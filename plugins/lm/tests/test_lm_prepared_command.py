@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import q4core as q4
 from q4_lm.commands.declared import cache as cache_commands
 from q4_lm.commands.declared import prepare
+from q4_lm.prepared.container import Container
 from tests.support.prepared import only_file
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def test_prepare_list_verify_prune(tiny_llama: Path, tmp_path: Path, monkeypatch
     assert invoke(cache, monkeypatch, "cache", "prune").exit_code == 2
     assert only_file(cache).exists()
     assert "removed 1 file," in invoke(cache, monkeypatch, "cache", "prune", "--limit", "0").stdout
-    assert not any(cache.iterdir())
+    assert [path.name for path in cache.iterdir() if path.name != "proofs"] == []
 
 
 def test_prepare_says_why_not(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +76,13 @@ def test_prepare_says_why_not(tiny_llama: Path, tmp_path: Path, monkeypatch: pyt
     for command in (("list",), ("verify",), ("prune", "--limit", "0")):
         with pytest.raises(q4.ConfigError, match="Q4_CACHE must be 'off' or a folder"):
             invoke(tiny_llama, monkeypatch, "cache", *command)
+
+
+def test_verifying_tells_how_far_it_is(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor is told once, in order, up to all."""
+    cache = tmp_path / "cache"
+    invoke(cache, monkeypatch, "prepare", str(tiny_llama))
+    steps: list[tuple[int, int]] = []
+    container = Container(only_file(cache))
+    assert container.verify(lambda done, total: steps.append((done, total))) == []
+    assert steps == [(done, len(container)) for done in range(1, len(container) + 1)]

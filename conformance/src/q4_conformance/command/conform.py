@@ -8,7 +8,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from q4_conformance.execution.isolated import run_target
@@ -110,6 +110,7 @@ def _progress(label: str) -> Iterator[tuple[Callable[[int], None], Callable[[Cas
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[bad]}", style="red"),
         TextColumn("{task.fields[case]}", markup=False, style="dim"),
         console=console,

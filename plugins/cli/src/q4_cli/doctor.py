@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,9 @@ import q4core as q4
 from q4_cli import values
 from q4_cli.doctor_report import environment_facts, survey_backends, unknown_formats, versions
 from q4_cli.output import bytes_text, open_output, say, say_path
-from q4_cli.trial import shut_out, try_plugins
+from q4_cli.trial import shut_out, try_commands, try_plugins
 from q4core.memory import availability
-from q4core.plugin_api import Proofs, resolve_device
+from q4core.plugin_api import Proofs, names_of_plugins, resolve_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +50,9 @@ def doctor(
         if device not in {None, "auto"}:
             devices = [resolve_device(config, torch.device("cpu"))]
         variables, problems = environment_facts()
-        hung = try_plugins(devices, config.compute_dtype)
+        problems += try_commands()
+        with output.progress("trying plugins", len(names_of_plugins(os.environ))) as step:
+            hung = try_plugins(devices, config.compute_dtype, step)
         stack.enter_context(shut_out([*hung]))
         registry = q4.default_registry()
         verdicts = survey_backends(registry, devices, config.compute_dtype)

@@ -28,7 +28,7 @@ from q4core.plugin_api import HOOKS, PLUGIN_FAULTS, describe_exception, emit, na
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["main", "shut_out", "try_plugins"]
+__all__ = ["main", "shut_out", "try_commands", "try_plugins"]
 
 LIMIT_S = 30.0
 """How long one plugin's import, one hook of it, or its backend's answers may take."""
@@ -55,17 +55,37 @@ def shut_out(names: Sequence[str]) -> Iterator[None]:
         q4.reset_registry()
 
 
-def try_plugins(devices: Sequence[torch.device], dtype: torch.dtype | None) -> dict[str, str]:
+def try_commands() -> list[str]:
+    """Return what is wrong with plugins' commands: what ``q4 --help`` warns of, in a process of its own."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from q4_cli.app import run; sys.exit(run(['--help']))"
+    words = [sys.executable, "-c", code]
+    environment = {key: text for key, text in os.environ.items() if key not in {"COLUMNS", "Q4_DEBUG"}}
+    try:
+        done = subprocess.run(  # noqa: S603  # this command
+            words, capture_output=True, encoding="utf-8", timeout=LIMIT_S, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return [f"a plugin's command hangs where it is declared: `q4 --help` did not end within {LIMIT_S:g} s"]
+    problems = [line.removeprefix("warning ") for line in done.stderr.splitlines() if line.startswith("warning ")]
+    if done.returncode:
+        problems.append(f"a plugin's command ends `q4 --help`, with status {done.returncode}")
+    return problems
+
+
+def try_plugins(
+    devices: Sequence[torch.device], dtype: torch.dtype | None, step: Callable[[str], None] = lambda _: None
+) -> dict[str, str]:
     """Return plugin → what went wrong, for the plugins that hang or end their process.
 
     Args:
         devices: Where each backend is asked for each format.
         dtype: dtype of x. Defaults to float32 on the CPU and bfloat16 elsewhere.
+        step: Called with each plugin that is tried next.
     """
     found: dict[str, str] = {}
     left = [*names_of_plugins(os.environ)]
     while left:
-        name, error = _run_child(left, devices, dtype)
+        name, error = _run_child(left, devices, dtype, step)
         if name is None:
             if error:
                 warn(f"plugins could not be tried in a child process, which {error}; one that hangs will hang here")
@@ -76,7 +96,7 @@ def try_plugins(devices: Sequence[torch.device], dtype: torch.dtype | None) -> d
 
 
 def _run_child(
-    names: Sequence[str], devices: Sequence[torch.device], dtype: torch.dtype | None
+    names: Sequence[str], devices: Sequence[torch.device], dtype: torch.dtype | None, step: Callable[[str], None]
 ) -> tuple[str | None, str]:
     """Try plugins in a child; return the one that went wrong, and how; None where none did, or nothing was tried."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from q4_cli.trial import main; main()"  # not the folder's modules
@@ -109,7 +129,9 @@ def _run_child(
                     break
             finally:
                 watch.cancel()
-            name, what, error = json.loads(line)
+            before, (name, what, error) = name, json.loads(line)
+            if name not in {None, before}:
+                step(name)
             if name is None or error:
                 return name, f"{what} {error}".strip()
     if expired.is_set():

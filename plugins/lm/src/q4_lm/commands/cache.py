@@ -11,7 +11,7 @@ import typer
 
 import q4core as q4
 from q4_lm.commands.generate import config_of, find_model
-from q4_lm.commands.progress import loading_shown
+from q4_lm.commands.progress import loading_shown, progress
 from q4_lm.generation.language_model import LanguageModel
 from q4_lm.prepared.container import Container
 from q4_lm.prepared.store import ABANDONED, Store, open_store, parse_size
@@ -134,7 +134,8 @@ def _described(entry: Entry) -> dict[str, Any]:
 
 def _fault(entry: Entry) -> str | None:
     try:
-        wrong = Container(entry.path).verify()
+        with progress(f"verifying {entry.path.name[:16]}") as watch:
+            wrong = Container(entry.path).verify(watch)
     except (q4.CheckpointError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         return describe_exception(error)
     return f"{counted(len(wrong), 'tensor')} damaged, the first is number {wrong[0]}" if wrong else None

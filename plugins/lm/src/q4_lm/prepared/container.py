@@ -197,8 +197,14 @@ class Container:
             self._fail(f"tensor {index}", "of the digest that it was written with", "another one")
         return found
 
-    def verify(self) -> list[int]:
-        """Return the tensors whose bytes have another digest than when they were written; all are read."""
-        digests = (hashlib.sha256(_bytes(self.tensor(index))).hexdigest() for index in range(len(self)))
-        entries = zip(digests, self.header["tensors"], strict=True)
-        return [index for index, (digest, entry) in enumerate(entries) if digest != entry["sha256"]]
+    def verify(self, watch: Callable[[int, int], None] = lambda _done, _total: None) -> list[int]:
+        """Return the tensors whose bytes have another digest than when they were written; all are read.
+
+        ``watch`` is called after each, with the number of those that are done, and of all.
+        """
+        wrong = []
+        for index, entry in enumerate(self.header["tensors"]):
+            if hashlib.sha256(_bytes(self.tensor(index))).hexdigest() != entry["sha256"]:
+                wrong.append(index)
+            watch(index + 1, len(self))
+        return wrong
