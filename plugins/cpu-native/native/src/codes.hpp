@@ -79,6 +79,9 @@ template <class V, int Bits> Q4_INLINE typename V::Ints short_codes(const uint8_
 // A scale's type that is asked for at each chunk; a type that the kernel is made for costs no jump.
 constexpr int kAnyType = -1;
 
+// Types of scales that super-blocks may multiply, for which kernels are made.
+constexpr bool is_whole_type(int type) { return type == Q4_I8 || type == Q4_LOW_U4; }
+
 // Scale and second number of the chunk that a stream is at.
 template <class V, int Second, int ScaleType> struct Numbers {
     const q4_matrix& m;
@@ -90,12 +93,13 @@ template <class V, int Second, int ScaleType> struct Numbers {
     }
     Q4_INLINE typename V::Floats scale(int set, int part) const {
         const uint8_t* from = head + at.scale_offset(set, part * V::kLanes);
-        if constexpr (ScaleType != kAnyType) return numbers<V>(ScaleType, from);
-        return whole(numbers<V>(m.scale_type, from), part * V::kLanes);
+        if constexpr (ScaleType != kAnyType && !is_whole_type(ScaleType)) return numbers<V>(ScaleType, from);
+        return whole(numbers<V>(ScaleType == kAnyType ? m.scale_type : ScaleType, from), part * V::kLanes);
     }
     Q4_INLINE typename V::Floats second(int set, int part) const {
         if constexpr (Second == Q4_NONE) return V::zero();
-        const auto stored = numbers<V>(m.second_type, head + at.second_offset(set, part * V::kLanes));
+        const int32_t type = ScaleType == Q4_LOW_U4 ? int32_t{Q4_HIGH_U4} : m.second_type;
+        const auto stored = numbers<V>(type, head + at.second_offset(set, part * V::kLanes));
         if constexpr (Second == Q4_ZERO) return stored;
         return whole(stored, kTileRows + part * V::kLanes);
     }

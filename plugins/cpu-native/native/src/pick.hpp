@@ -58,10 +58,14 @@ template <class V, int Second, int Bits, class Pick> auto with_pairs(const q4_ma
     return with_halves(std::integral_constant<int, V::kLevelPairs>{});
 }
 
-// The same with the type of the scales, for those formats that have no second number.
+// The same with the type of the scales, for those formats that have no second number, and those of codes that are held short.
 template <int Second, int Bits, class Pick> auto with_scale(const q4_matrix& m, const Pick& pick) {
     if constexpr (is_short<Bits>()) {
         if (m.scale_type == Q4_F16) return pick(std::integral_constant<int, Q4_F16>{});
+        if constexpr (Bits == 2 && Second == Q4_OFFSET)
+            if (m.scale_type == Q4_LOW_U4 && m.second_type == Q4_HIGH_U4) return pick(std::integral_constant<int, Q4_LOW_U4>{});
+        if constexpr (Bits % 3 == 0 && Second == Q4_NONE)
+            if (m.scale_type == Q4_I8) return pick(std::integral_constant<int, Q4_I8>{});
     } else if constexpr (Second == Q4_NONE) switch (m.scale_type) {
         case Q4_F32: return pick(std::integral_constant<int, Q4_F32>{});
         case Q4_F16: return pick(std::integral_constant<int, Q4_F16>{});
