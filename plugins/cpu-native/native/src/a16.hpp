@@ -5,21 +5,23 @@
 // have 16 bits of scale, amax / 32766, and tables of words beyond 4095 meet amax / 16383 (layout.hpp). Its error
 // is in docs/decisions/0026-int16-activations.md.
 //
-// Sums of 32 in-features stay within 31 bits for levels up to 255 (16 times 15 for those that masks leave in a high nibble),
-// those of 16 for words up to 8191.
+// Sums of 32 in-features stay within 31 bits for levels up to 255, those of 16 for words up to 8191.
+//
+// One row of x meets codes that are their own levels in bytes: a8.hpp's kernel, with products of both bytes of an activation.
 #pragma once
 
 #include "a8.hpp"
 
 namespace q4 {
 
-// One row of x takes the codes in high nibbles as they are, 16 times too large, into sums of their own.
-template <class V, int Rows, int Kind, int Bits> constexpr bool is_shifted_later() {
-    return Rows == 1 && Bits == 4 && V::kPlainPairs != V::kLevelPairs && Kind == V::kPlainPairs;
+// Whether one row of x meets bytes.
+template <class V, int Kind, int Bits> constexpr bool has_byte_products() {
+    if constexpr (V::kMostByteBits == 0) return false;
+    return is_short<Bits>() ? Bits <= V::kMostByteBits : Bits == 4 && Kind == V::kPlainPairs;
 }
 
 // Pairs of levels of a chunk, decoded as they are read.
-template <class V, int Kind, int Second, int ScaleType, int Bits, bool IsLater> struct A16Codes : Numbers<V, Second, ScaleType> {
+template <class V, int Kind, int Second, int ScaleType, int Bits> struct A16Codes : Numbers<V, Second, ScaleType> {
     const typename V::template Pairs<Kind>& table;
     const uint8_t* codes;
     // Of eight in-features, 0 and 2, 1 and 3, or 4 and 6, 5 and 7.
@@ -30,7 +32,7 @@ template <class V, int Kind, int Second, int ScaleType, int Bits, bool IsLater> 
         else if constexpr (Bits == 8)
             V::byte_pairs(V::line(codes + eight * 128 + is_high * 64 + lane), even, odd);
         else
-            table.template pairs<IsLater>(V::line(codes + eight * 64 + lane), is_high, even, odd);
+            table.pairs(V::line(codes + eight * 64 + lane), is_high, even, odd);
     }
 };
 
@@ -38,7 +40,6 @@ template <class V, int Kind, int Second, int ScaleType, int Bits, bool IsLater> 
 template <class V, int Rows, int Kind, int Second, int ScaleType, int Bits, bool Halves>
 void a16_direct(const Tile& t, const Activations& x, float* y) {
     constexpr int kAll = kTileRows / V::kLanes, kParts = Rows == 1 ? V::kA16Parts : 1;
-    constexpr bool kIsLater = is_shifted_later<V, Rows, Kind, Bits>();
     constexpr bool kApart = Halves || Kind == V::kWordPairs;  // sums of words would overflow
     constexpr int kRowBytes = kChunk * 2;
     const typename V::template Pairs<Kind> table(t.matrix);
@@ -48,20 +49,18 @@ void a16_direct(const Tile& t, const Activations& x, float* y) {
     Stream<Bits> stream(t.at, t.data, 0);
     for (int64_t chunk = 0; chunk < t.at.chunks; ++chunk, stream.next()) {
         stream.prefetch();
-        const A16Codes<V, Kind, Second, ScaleType, Bits, kIsLater> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
+        const A16Codes<V, Kind, Second, ScaleType, Bits> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
         const int64_t row = chunk * Rows;
 #pragma GCC unroll 4
         for (int first = 0; first < kAll; first += kParts) {
-            typename V::Sums dots[kParts][Rows], high[kParts];
+            typename V::Sums dots[kParts][Rows];
 #pragma GCC unroll 4
             for (int eight = 0; eight < 4; ++eight) {
                 const int half = eight / 2;
 #pragma GCC unroll 4
-                for (int p = 0; p < kParts && (eight == 0 || (kApart && eight == 2)); ++p) {
-                    high[p] = V::sums(0);
+                for (int p = 0; p < kParts && (eight == 0 || (kApart && eight == 2)); ++p)
 #pragma GCC unroll 16
                     for (int r = 0; r < Rows; ++r) dots[p][r] = V::sums(x.start[2 * (row + r) + half]);
-                }
 #pragma GCC unroll 2
                 for (int is_high = 0; is_high < 2; ++is_high) {
                     typename V::Ints pair[2][kParts];
@@ -72,19 +71,15 @@ void a16_direct(const Tile& t, const Activations& x, float* y) {
 #pragma GCC unroll 16
                         for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
-                            for (int p = 0; p < kParts; ++p) {
-                                typename V::Sums& to = kIsLater && is_high ? high[p] : dots[p][r];
-                                to = V::dot_pair(to, pair[i][p],
-                                                 x.levels + (row + r) * kRowBytes + eight * 16 + is_high * 4 + i * 8);
-                            }
+                            for (int p = 0; p < kParts; ++p)
+                                dots[p][r] = V::dot_pair(dots[p][r], pair[i][p],
+                                                         x.levels + (row + r) * kRowBytes + eight * 16 + is_high * 4 + i * 8);
                 }
 #pragma GCC unroll 4
-                for (int p = 0; p < kParts && (eight == 3 || (kApart && eight == 1)); ++p) {
-                    if constexpr (kIsLater) dots[p][0] = V::add_sixteenth(dots[p][0], high[p]);  // a multiple of 16: nothing is lost
+                for (int p = 0; p < kParts && (eight == 3 || (kApart && eight == 1)); ++p)
                     add_set<V, Rows, Second>(source, Halves ? half : 0, first + p, x.scale + row, x.side + 2 * row,
                                              [&](int r) __attribute__((always_inline)) { return V::floats(dots[p][r]); },
                                              sum[first + p]);
-                }
             }
         }
     }
@@ -134,7 +129,7 @@ void a16_decode(const Tile& t, int64_t first, int64_t last, Panel& panel) {
     float *scale = panel.scale, *second = panel.second;
     for (int64_t chunk = first; chunk < last; ++chunk, stream.next()) {
         stream.prefetch();
-        const A16Codes<V, Kind, Second, kAnyType, Bits, false> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
+        const A16Codes<V, Kind, Second, kAnyType, Bits> source{{t.matrix, t.at, stream.head, stream.super}, table, stream.codes};
 #pragma GCC unroll 4
         for (int eight = 0; eight < 4; ++eight, to += 256)
             for (int part = 0; part < kParts; ++part)

@@ -53,7 +53,7 @@ Q4_INLINE void add_set(const Source& source, int set, int part, const float* sca
 template <class V, int Rows, int Kind, int Second, bool Halves, class Source>
 Q4_INLINE void a8_chunk(const Source& source, const Activations& x, int64_t chunk, int part,
                         typename V::Floats (&sum)[Rows]) {
-    const int8_t* levels = x.levels + chunk * Rows * kChunk;
+    const int8_t* levels = x.levels + chunk * Rows * V::template Dots<Kind, Rows>::kRowBytes;
     const float* scale = x.scale + chunk * Rows;
     const int32_t* start = x.start + chunk * Rows * 2;
     const float* side = x.side + chunk * Rows * 2;

@@ -80,7 +80,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
     const bool is_a16 = c.family == Q4_A16;
     // Signed levels are 128 less.
     const bool is_signed = is_a16 ? has_words(m) : kernels.is_wide_signed && has_wide_levels(m);
-    const bool is_single = is_a16 && kernels.arrange_single && pass.direct && pass.rows == 1 && has_words(m);
+    const ChunkOrder arrange = is_a16 && pass.direct && pass.rows == 1 ? kernels.single_order(m) : nullptr;
     const float peak = word_peak(m);
     const int32_t center = static_cast<int32_t>(m.center) - (is_held_short(m) ? m.first : is_signed ? 128 : 0);
     alignas(64) float buffer[kChunk];
@@ -116,7 +116,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
             int8_t* levels = to.levels + place * to.chunk_bytes;
             const float scale = is_a16 ? kernels.quantize_words(values, most, peak, levels, sums)
                                        : kernels.quantize(values, most, levels, sums);
-            if (is_single) kernels.arrange_single(levels);
+            if (arrange) arrange(levels);
             to.scale[place] = scale;
             is_odd |= std::isnan(scale);
             if (at.sets == 1) sums[0] += sums[1], sums[1] = 0;

@@ -1,11 +1,14 @@
 // The dot products of a vector's rows with Rows rows of x, each row of x by itself.
 #pragma once
 
+#include <type_traits>
+
 #include "codes.hpp"
 
 namespace q4 {
 
 template <class Dot, int Rows> struct EachRow {
+    static constexpr int kRowBytes = kChunk;
     Dot dot[Rows];
 
     Q4_INLINE void begin(const int32_t* start) {
@@ -28,6 +31,20 @@ template <class Dot, int Rows> struct EachRow {
         for (int r = 0; r < Rows; ++r) dot[r].half();
     }
     Q4_INLINE auto floats(int row) { return dot[row].floats(); }
+};
+
+// The same of int16 activations with one row of x; of a chunk the lower bytes come first.
+template <class Dot> struct ByteRow {
+    static constexpr int kRowBytes = 2 * kChunk;
+    Dot dot;
+
+    Q4_INLINE void begin(const int32_t* start) { dot.begin(*start); }
+    template <class Ints> Q4_INLINE void add(Ints first, Ints others, const int8_t* x, int step) {
+        dot.add(first, x + step * 4, x + step * 4 + kChunk);
+        dot.add(others, x + step * 4 + 4, x + step * 4 + 4 + kChunk);
+    }
+    Q4_INLINE void half() { dot.half(); }
+    Q4_INLINE auto floats(int) { return dot.floats(); }
 };
 
 }  // namespace q4

@@ -85,6 +85,7 @@ struct Spike : Place {
     float ends;  // 1 for the last one, after which the sum is scaled; else 0
 };
 
+using ChunkOrder = void (*)(int8_t* levels);
 using ColumnDecoder = void (*)(const Tile&, Columns&);
 // With columns that a decoder has written, or without; y: [16], written.
 using OutlierKernel = void (*)(const Tile&, const Outlier* outliers, int64_t count, const Columns*, double* y);
@@ -183,8 +184,8 @@ struct Kernels {
     uint32_t (*find_outliers)(const float* x) = nullptr;  // which of 32 numbers they are, as bits
     OutlierKernel (*outliers)(const q4_matrix&) = nullptr;
     ColumnDecoder (*columns)(const q4_matrix&) = nullptr;
-    // NULL, or what puts a chunk of int16 levels that meet words, of the only row of a direct pass, in its kernel's order.
-    void (*arrange_single)(int8_t* levels) = nullptr;
+    // NULL, or what puts a chunk of int16 levels, of the only row of a direct pass, in its kernel's order.
+    ChunkOrder (*single_order)(const q4_matrix&) = nullptr;
 };
 
 // Those of an instruction set that was compiled in, or NULL; see isa.cpp.

@@ -76,6 +76,18 @@ template <int Second, int Bits, class Pick> auto with_scale(const q4_matrix& m, 
     return pick(std::integral_constant<int, kAnyType>{});
 }
 
+template <class V, int Rows, int Kind, int Second, int Bits, bool Halves> DirectKernel a16_kernel(const q4_matrix& m) {
+    return with_scale<Second, Bits>(m, [](auto scale) -> DirectKernel {
+        constexpr int kScale = decltype(scale)::value;
+        if constexpr (Rows == 1 && has_byte_products<V, Kind, Bits>())
+            return a8_direct<V, 1, V::kBytes, Second, kScale, Bits, Halves>;
+        else if constexpr (V::kHasSingle && Rows == 1 && Kind == V::kWordPairs)
+            return a16_single<V, kScale, Halves>;
+        else
+            return a16_direct<V, Rows, Kind, Second, kScale, Bits, Halves>;
+    });
+}
+
 template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int32_t family) {
     return with_form(m, [&](auto second, auto bits) -> DirectKernel {
         constexpr int kSecond = decltype(second)::value;
@@ -89,16 +101,23 @@ template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int3
             });
         if (family == Q4_A16)
             return with_pairs<V, kSecond, kBits>(m, [&](auto kind, auto halves) {
-                return with_scale<kSecond, kBits>(m, [&](auto scale) -> DirectKernel {
-                    constexpr int kKind = decltype(kind)::value;
-                    if constexpr (V::kHasSingle && Rows == 1 && kKind == V::kWordPairs)
-                        return a16_single<V, decltype(scale)::value, decltype(halves)::value>;
-                    else
-                        return a16_direct<V, Rows, kKind, kSecond, decltype(scale)::value, kBits, decltype(halves)::value>;
-                });
+                return a16_kernel<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(bits)::value,
+                                  decltype(halves)::value>(m);
             });
         if (kBits == 4 && whole_unit(m.codebook) > 0.0f) return exact_direct<V, Rows, kSecond, kBits, typename V::WholeBook>;
         return exact_direct<V, Rows, kSecond, kBits, typename V::Codebook>;
+    });
+}
+
+// What puts x in order for a16's direct kernel of one row.
+template <class V> ChunkOrder single_order(const q4_matrix& m) {
+    return with_form(m, [&](auto second, auto bits) {
+        constexpr int kBits = decltype(bits)::value;
+        return with_pairs<V, decltype(second)::value, kBits>(m, [](auto kind, auto) -> ChunkOrder {
+            if constexpr (has_byte_products<V, decltype(kind)::value, kBits>()) return V::arrange_bytes;
+            if constexpr (V::kHasSingle && decltype(kind)::value == V::kWordPairs) return V::arrange_words;
+            return nullptr;
+        });
     });
 }
 
@@ -194,7 +213,8 @@ template <class V> Kernels make_kernels() {
             spike_kernel<V>,
             find_outliers<V>,
             outlier_kernel<V>,
-            column_decoder<V>};
+            column_decoder<V>,
+            single_order<V>};
 }
 
 }  // namespace q4

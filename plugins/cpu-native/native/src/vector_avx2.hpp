@@ -14,7 +14,7 @@ struct Avx2 {
     static constexpr int kExactPanelRows = 6, kA8PanelRows = 4, kA16PanelRows = 4;
     static constexpr int kA8Parts = 2, kA16Parts = 2;  // each broadcast of activations serves 16 rows
     static constexpr int64_t kExactPanelFrom = 6, kA8PanelFrom = 12, kA16PanelFrom = 6;
-    static constexpr int kKinds = 2, kNarrow = 0, kWide = 1, kShort = 2;
+    static constexpr int kKinds = 2, kNarrow = 0, kWide = 1, kShort = 2, kBytes = 3;
     static constexpr bool kIsWideSigned = true;
     using Floats = __m256;
     using Ints = __m256i;
@@ -172,6 +172,10 @@ struct Avx2 {
         return sum;
     }
 
+    static Ints nibbles(Ints line, bool is_high) {
+        return _mm256_and_si256(is_high ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
+    }
+
     // -- dot products of levels with int8 activations, four in-features of each row at once
     template <int Kind> struct Levels {
         __m256i table;
@@ -180,8 +184,9 @@ struct Avx2 {
             if (Kind == kWide) bytes = _mm_xor_si128(bytes, _mm_set1_epi8(-128));  // a wide table's centre is 128
             table = _mm256_broadcastsi128_si256(bytes);
         }
-        Ints low(Ints line) const { return _mm256_shuffle_epi8(table, _mm256_and_si256(line, _mm256_set1_epi8(15))); }
-        Ints high(Ints line) const { return low(_mm256_srli_epi16(line, 4)); }
+        Ints low(Ints line) const { return level(nibbles(line, false)); }
+        Ints high(Ints line) const { return level(nibbles(line, true)); }
+        Ints level(Ints codes) const { return Kind == kBytes ? codes : _mm256_shuffle_epi8(table, codes); }
     };
     static Ints byte_levels(Ints line) { return line; }
     // Narrow levels are unsigned and at most 24: four sums of two products stay below 2^15.
@@ -224,13 +229,35 @@ struct Avx2 {
             return _mm256_cvtepi32_ps(sum);
         }
     };
-    template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
+    // Both bytes of int16 activations. Lower ones are unsigned, for which levels stand in as signed numbers; levels are at most
+    // 15, and four sums of two products of 15 * 255 stay below 2^15.
+    static constexpr int kMostByteBits = 3;  // of short codes: with more, pairs are as fast
+    struct ByteDot {
+        __m256i sum, lower, upper;
+        void begin(int32_t start) {
+            sum = _mm256_set1_epi32(start);
+            lower = upper = _mm256_setzero_si256();
+        }
+        void add(Ints levels, const int8_t* low, const int8_t* high) {
+            int32_t four, above;
+            __builtin_memcpy(&four, low, 4), __builtin_memcpy(&above, high, 4);
+            lower = in_order(_mm256_add_epi16(lower, _mm256_maddubs_epi16(_mm256_set1_epi32(four), levels)));
+            upper = in_order(_mm256_add_epi16(upper, _mm256_maddubs_epi16(levels, _mm256_set1_epi32(above))));
+        }
+        void half() {
+            const __m256i low = _mm256_madd_epi16(lower, _mm256_set1_epi16(1));
+            sum = _mm256_add_epi32(sum, _mm256_add_epi32(low, _mm256_madd_epi16(upper, _mm256_set1_epi16(256))));
+            lower = upper = _mm256_setzero_si256();
+        }
+        Floats floats() {
+            half();
+            return _mm256_cvtepi32_ps(sum);
+        }
+    };
+    template <int Kind, int Rows> using Dots = std::conditional_t<Kind == kBytes, ByteRow<ByteDot>, EachRow<Dot<Kind>, Rows>>;
 
     // -- dot products of levels with int16 activations, a pair of in-features of each row at once
     static constexpr int kPlainPairs = 0, kLevelPairs = 1, kWordPairs = 2;
-    static Ints nibbles(Ints line, bool is_high) {
-        return _mm256_and_si256(is_high ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
-    }
     template <int Kind> struct Pairs {
         __m256i low, high;  // bytes of the table
         explicit Pairs(const q4_matrix& m) {
@@ -242,10 +269,10 @@ struct Avx2 {
             low = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[0])));
             high = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[1])));
         }
-        template <bool IsLater> void pairs(Ints line, bool is_high, Ints& even, Ints& odd) const {
+        void pairs(Ints line, bool is_high, Ints& even, Ints& odd) const {
             if constexpr (Kind == kPlainPairs) {
-                const __m256i mask = _mm256_set1_epi32(IsLater && is_high ? 0x00f000f0 : 0x000f000f);
-                const __m256i first = is_high && !IsLater ? _mm256_srli_epi32(line, 4) : line;
+                const __m256i mask = _mm256_set1_epi32(0x000f000f);
+                const __m256i first = is_high ? _mm256_srli_epi32(line, 4) : line;
                 even = _mm256_and_si256(first, mask), odd = _mm256_and_si256(_mm256_srli_epi32(first, 8), mask);
             } else {
                 const __m256i codes = nibbles(line, is_high);
@@ -277,7 +304,6 @@ struct Avx2 {
     static Sums dot_pair(Sums sum, Ints pair, const int8_t* x) {
         return in_order(_mm256_add_epi32(sum, _mm256_madd_epi16(pair, two_levels(x))));
     }
-    static Sums add_sixteenth(Sums sum, Sums other) { return _mm256_add_epi32(sum, _mm256_srai_epi32(other, 4)); }
     static Floats floats(Sums sum) { return _mm256_cvtepi32_ps(sum); }
 
     // -- the same of words with one row of x: half a chunk of each row, four in-features at once
@@ -297,10 +323,18 @@ struct Avx2 {
         }
         Sums sum() const { return _mm256_hadd_epi32(lower, upper); }
     };
-    static void arrange_single(int8_t* levels) {  // in-features 0, 2, 4, 6, 1, 3, 5, 7 in their own order
+    // For one row of x, in-features 0, 2, 4, 6, 1, 3, 5, 7 go in their own order: as words, or as lower and upper bytes.
+    static void arrange_words(int8_t* levels) {
         const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
         auto* bytes = reinterpret_cast<uint8_t*>(levels);
         for (int i = 0; i < 64; i += 32) store(bytes + i, _mm256_shuffle_epi8(line(bytes + i), order));
+    }
+    static void arrange_bytes(int8_t* levels) {
+        const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 8, 2, 10, 4, 12, 6, 14, 1, 9, 3, 11, 5, 13, 7, 15));
+        auto* bytes = reinterpret_cast<uint8_t*>(levels);
+        const __m256i a = _mm256_shuffle_epi8(line(bytes), order), b = _mm256_shuffle_epi8(line(bytes + 32), order);
+        store(bytes, _mm256_permute4x64_epi64(_mm256_unpacklo_epi64(a, b), 0xd8));
+        store(bytes + 32, _mm256_permute4x64_epi64(_mm256_unpackhi_epi64(a, b), 0xd8));
     }
 };
 

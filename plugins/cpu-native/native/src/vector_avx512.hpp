@@ -15,7 +15,7 @@ struct Avx512 {
     static constexpr int kA8Parts = 1, kA16Parts = 1;
     // One operation decodes, so that the exact path gains nothing from a panel.
     static constexpr int64_t kExactPanelFrom = INT64_MAX, kA8PanelFrom = 48, kA16PanelFrom = 48;
-    static constexpr int kKinds = 1, kNarrow = 0, kWide = 0, kShort = -1;  // one instruction serves all levels
+    static constexpr int kKinds = 1, kNarrow = 0, kWide = 0, kShort = -1, kBytes = 1;  // one instruction serves all levels
     static constexpr bool kIsWideSigned = false;
     using Floats = __m512;
     using Ints = __m512i;
@@ -135,7 +135,10 @@ struct Avx512 {
         __m512i table;
         explicit Levels(const uint8_t* level)
             : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(level)))) {}
-        Ints low(Ints line) const { return _mm512_shuffle_epi8(table, _mm512_and_si512(line, _mm512_set1_epi8(15))); }
+        Ints low(Ints line) const {
+            const __m512i codes = _mm512_and_si512(line, _mm512_set1_epi8(15));
+            return Kind == kBytes ? codes : _mm512_shuffle_epi8(table, codes);
+        }
         Ints high(Ints line) const { return low(_mm512_srli_epi16(line, 4)); }
     };
     static Ints byte_levels(Ints line) { return _mm512_xor_si512(line, _mm512_set1_epi8(-128)); }
@@ -151,7 +154,29 @@ struct Avx512 {
         void half() {}
         Floats floats() { return _mm512_cvtepi32_ps(sum); }
     };
-    template <int Kind, int Rows> using Dots = EachRow<Dot<Kind>, Rows>;
+    // Both bytes of int16 activations. Lower ones are unsigned, for which levels stand in as signed numbers.
+    static constexpr int kMostByteBits = 6;  // of short codes
+    struct ByteDot {
+        __m512i lower, upper;
+        void begin(int32_t start) {
+            lower = _mm512_set1_epi32(start);
+            upper = _mm512_setzero_si512();
+        }
+        void add(Ints levels, const int8_t* low, const int8_t* high) {
+            int32_t four, above;
+            __builtin_memcpy(&four, low, 4), __builtin_memcpy(&above, high, 4);
+            lower = _mm512_dpbusd_epi32(lower, _mm512_set1_epi32(four), levels);
+            upper = _mm512_dpbusd_epi32(upper, levels, _mm512_set1_epi32(above));
+        }
+        void half() {}
+        Floats floats() const { return _mm512_cvtepi32_ps(_mm512_add_epi32(lower, _mm512_slli_epi32(upper, 8))); }
+    };
+    static void arrange_bytes(int8_t* levels) {  // of in-features 0, 2, 4, 6, 1, 3, 5, 7 the lower bytes, then the upper ones
+        const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 2, 10, 4, 12, 6, 14, 1, 9, 3, 11, 5, 13, 7, 15));
+        const __m512i apart = _mm512_shuffle_epi8(_mm512_loadu_si512(levels), bytes);
+        _mm512_storeu_si512(levels, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), apart));
+    }
+    template <int Kind, int Rows> using Dots = std::conditional_t<Kind == kBytes, ByteRow<ByteDot>, EachRow<Dot<Kind>, Rows>>;
 
     // -- dot products of levels with int16 activations, a pair of in-features of each row at once
     static constexpr int kPlainPairs = 0, kLevelPairs = 1, kWordPairs = 2;
@@ -162,10 +187,10 @@ struct Avx512 {
             for (int i = 0; i < 32; ++i) words[i] = Kind == kWordPairs ? m.word[i % 16] : m.level[i % 16];
             table = _mm512_load_si512(words);
         }
-        template <bool IsLater> void pairs(Ints line, bool is_high, Ints& even, Ints& odd) const {
+        void pairs(Ints line, bool is_high, Ints& even, Ints& odd) const {
             if constexpr (Kind == kPlainPairs) {
-                const __m512i mask = _mm512_set1_epi32(IsLater && is_high ? 0x00f000f0 : 0x000f000f);
-                const __m512i first = is_high && !IsLater ? _mm512_srli_epi32(line, 4) : line;
+                const __m512i mask = _mm512_set1_epi32(0x000f000f);
+                const __m512i first = is_high ? _mm512_srli_epi32(line, 4) : line;
                 even = _mm512_and_si512(first, mask), odd = _mm512_and_si512(_mm512_srli_epi32(first, 8), mask);
             } else {
                 const __m512i first = is_high ? _mm512_srli_epi16(line, 4) : line;
@@ -187,7 +212,6 @@ struct Avx512 {
         __builtin_memcpy(&two, x, 4);
         return _mm512_dpwssd_epi32(sum, pair, _mm512_set1_epi32(two));
     }
-    static Sums add_sixteenth(Sums sum, Sums other) { return _mm512_add_epi32(sum, _mm512_srai_epi32(other, 4)); }
     static Floats floats(Sums sum) { return _mm512_cvtepi32_ps(sum); }
     static constexpr bool kHasSingle = false;  // one permutation looks words up
 };

@@ -184,6 +184,7 @@ struct NeonDotprod {
     };
     static Ints byte_levels(Ints line) { return line; }
     template <int Kind, int Rows> struct Dots {
+        static constexpr int kRowBytes = kChunk;
         int32x4_t sum[Rows];
 
         Q4_INLINE void begin(const int32_t* start) {
@@ -218,7 +219,7 @@ struct NeonDotprod {
             }
             low = vld1q_u8(bytes[0]), high = vld1q_u8(bytes[1]);
         }
-        template <bool IsLater> Q4_INLINE void pairs(Ints line, bool is_high, Ints& even, Ints& odd) const {
+        Q4_INLINE void pairs(Ints line, bool is_high, Ints& even, Ints& odd) const {
             const Ints ordered = by_pair(line), codes = is_high ? high_codes(ordered) : low_codes(ordered);
             const Ints lower = vqtbl1q_u8(low, codes), upper = vqtbl1q_u8(high, codes);
             even = vzip1q_u8(lower, upper), odd = vzip2q_u8(lower, upper);
@@ -242,6 +243,7 @@ struct NeonDotprod {
     }
     static Floats floats(Sums sum) { return vcvtq_f32_s32(sum); }
     static constexpr bool kHasSingle = false;
+    static constexpr int kMostByteBits = 0;
 };
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -258,6 +260,7 @@ struct NeonI8mm : NeonDotprod {
     }
     // smmla multiplies 2 rows by 2 rows of x over 8 in-features: twice the products of sdot.
     template <int Rows> struct RowPairs {
+        static constexpr int kRowBytes = kChunk;
         static_assert(Rows % 2 == 0);
         int32x4_t sum[Rows / 2][2];  // of 2 rows of x with rows 0 and 1, and with rows 2 and 3 of the vector
 
