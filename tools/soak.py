@@ -26,7 +26,7 @@ PARTS = {
     "contract": ["tests"],
     "kit": ["conformance"],
     "files": ["plugins/safetensors", "plugins/gguf", "plugins/onnx"],
-    "actors": ["plugins/actors"],
+    "actors": ["plugins/actors", "plugins/snn"],
     "networks": ["plugins/lm", "plugins/nn"],
     "cpu-native": ["plugins/cpu-native"],
     "gpu-programs": ["plugins/triton-kernels"],

@@ -19,6 +19,7 @@ import pytest
 
 import q4core
 from tests.support.limits import scaled
+from tools.soak import PARTS
 from tools.testing import PEERS
 
 if TYPE_CHECKING:
@@ -255,6 +256,15 @@ loaded = sorted(name for name in sys.modules if name.startswith("q4_") or name i
 print(json.dumps({"loaded": loaded, "cuda": torch.cuda.is_initialized(), "sockets": sockets}))
 """
     assert _run_fresh(code) == {"loaded": [], "cuda": False, "sockets": []}
+
+
+def test_every_long_test_is_a_part_of_soak() -> None:
+    """Each file with tests of the marker ``soak`` lies in a folder that ``nox -s soak`` runs."""
+    files = [path for folder in ("tests", "plugins", "conformance") for path in (ROOT / folder).rglob("test_*.py")]
+    long = [path for path in files if "mark.soak" in path.read_text(encoding="utf-8")]
+    folders = [ROOT / name for names in PARTS.values() for name in names]
+    assert len(long) > 20
+    assert [path for path in long if not any(path.is_relative_to(folder) for folder in folders)] == []
 
 
 def test_contract_of_programs_is_imported_by_who_uses_it() -> None:
