@@ -24,6 +24,7 @@ from tools.environments import (
     run,
 )
 from tools.testing import PAGES, PEERS, marks
+from tools.website.browser import find_chromium
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -131,8 +132,8 @@ def types(session: nox.Session) -> None:
     install_group(session, "types")
     install_group(session, "test")
     run(session, "mypy", *CODE, "noxfile.py", "conftest.py")
-    for folder in TESTS:  # one by one, because each has a conftest; the peers' libraries are not here
-        run(session, "mypy", folder, "--exclude", "(tests/peers|golden)/")
+    for folder in TESTS:  # one by one, because each has a conftest; the libraries of peers and browser are not here
+        run(session, "mypy", folder, "--exclude", "(tests/(peers|browser)|golden)/")
 
 
 @nox.session(venv_backend="none", requires=["env"])
@@ -140,6 +141,15 @@ def docs(session: nox.Session) -> None:
     """Build the documentation into build/docs; a broken link or reference is an error."""
     install_group(session, "docs")
     run(session, "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "build/docs", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["docs"])
+def site(session: nox.Session) -> None:
+    """Look at the built documentation in Chromium: links, console, widths, search, keys, contrast. Debian: chromium."""
+    if find_chromium() is None:
+        session.skip("there is no Chromium here, so nobody has looked at the site; Debian: apt install chromium")
+    install_group(session, "site")
+    _pytest(session, "tests/browser", *session.posargs)
 
 
 @nox.session(requires=["env"])

@@ -26,7 +26,7 @@ PEERS = ["tests/peers", "plugins/transformers/tests/peers"]
 KERNELS = ["plugins/nf4-cuda", "plugins/nvfp4-native", "plugins/triton-kernels"]
 OF_PATHS = ["tests", *(f"plugins/{name}" for name in ("cli", "cpu-native", "lm", "nn", "programs", "snn"))]
 """Folders whose tests depend on the paths of the CPU kernels."""
-_ELSEWHERE = ["soak", "gpu", "interpreted", "peer", "training"]
+_ELSEWHERE = ["browser", "soak", "gpu", "interpreted", "peer", "training"]
 _DEBIAN = "apt install g++-aarch64-linux-gnu qemu-user-static"
 _CORES = os.cpu_count() or 1
 

@@ -153,8 +153,8 @@ def _overview(found: Sequence[Certificate]) -> str:
     rows = []
     for one in sorted(backends, key=lambda one: (one.name, one.device != "cpu")):
         signs = [_worst("".join(one.outcomes.get(name, {}).values())) for name in FORMATS]
-        rows.append([f"[{one.name}]({one.page})", one.device, *signs, one.state])
-    return table(["plugin", "device", *FORMATS, "state"], rows)
+        rows.append([f"[{one.name}]({one.page})", one.device, one.state, *signs])
+    return table(["plugin", "device", "state", *FORMATS], rows)
 
 
 def _worst(outcomes: str) -> str:
