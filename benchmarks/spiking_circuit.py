@@ -22,8 +22,6 @@ from torch import nn
 
 from benchmarks.child import settled_bytes
 from q4_snn import LIF, LayerProjection, Network, Population, SparseProjection
-from q4_snn.engine import CHUNK
-from q4_snn.recorders import events_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,17 +75,16 @@ def _run(
 ) -> tuple[torch.Tensor, list[float]]:
     """Return the spikes [n, 2], step and neuron, and the seconds of each block; the program is made before."""
     made = network(synapses)
-    _, state = made(torch.zeros(CHUNK, 1, len(mem)), record=("cells",))  # at rest, and nothing on its way
+    _, state = made(torch.zeros(64, 1, len(mem)), record=("cells.events",))  # at rest, and nothing on its way
     state = attrs.evolve(state, neurons={"cells": (mem[None],)}, clock=0)
-    found, taken, first = [], [], 0
+    events, taken, first = [], [], 0
     for count in blocks:
         started = time.perf_counter()
-        spikes, state = made(drive.expand(count, 1, -1), state, record=("cells",))
-        events = events_of(spikes["cells"])
+        found, state = made(drive.expand(count, 1, -1), state, record=("cells.events",))
         taken.append(time.perf_counter() - started)
-        found.append(events[:, ::2] + torch.tensor([first, 0]))
+        events.append(found["cells.events"][:, ::2] + torch.tensor([first, 0]))
         first += count
-    return torch.cat(found), taken
+    return torch.cat(events), taken
 
 
 def main() -> None:

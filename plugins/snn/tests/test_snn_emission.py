@@ -74,8 +74,7 @@ def run_as_program(network: Network, x: torch.Tensor, state: NetworkState | None
     graph, batch = network.graph, x.shape[1]
     _, places = network.check_run(x, names)
     populations = [name for name in graph.order if name not in graph.inputs]
-    packs = [name for name in graph.inputs if graph.populations[name].is_binary]
-    program = PopulationProgram(graph, populations, batch=batch, packs=packs, record=places.values(), chunk=8)
+    program = PopulationProgram(graph, populations, batch=batch, fed=graph.inputs, record=places.values(), chunk=8)
     if state is None:
         begun = {name: coming_of(item, batch) for name, item in graph.projections.items()}
         state = NetworkState({}, {}, {name: item for name, item in begun.items() if item is not None})
@@ -85,7 +84,7 @@ def run_as_program(network: Network, x: torch.Tensor, state: NetworkState | None
 def expect_the_same(network: Network, *, least: int = 50) -> None:
     """Expect the bits of torch's steps, also from a state within."""
     states = network.population("cells").neuron.states  # type: ignore[union-attr]  # it has one
-    names = ("cells", *(f"cells.{name}" for name in states), "out")
+    names = ("cells", *(f"cells.{name}" for name in states), "out", "pixels")
     x = spikegen.rate(torch.full((2, SIZE), 0.2), STEPS, generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session:
         pack_(network, session)
@@ -94,7 +93,10 @@ def expect_the_same(network: Network, *, least: int = 50) -> None:
         then, _ = network(x[21:], state, record=names)
         _, state = network(x[:21])
         last, _ = run_as_program(network, x[21:], state, names)
+        events, _ = run_as_program(network, x, None, ("cells.events", "pixels.events"))
     assert expected["cells"].sum() > least
+    for name in ("cells", "pixels"):
+        assert torch.equal(events[f"{name}.events"], expected[name].nonzero()), name
     for name, value in expected.items():
         assert torch.equal(torch.cat([first[name], then[name]]), value), name
         assert torch.equal(torch.cat([first[name], last[name]]), value), name

@@ -16,7 +16,9 @@ from torch import nn
 
 from q4_actors import ActorDeadError, ActorError, AskTimeoutError, MailboxFullError, RingForm
 from q4_snn.chunks import chunks, run_chunks
+from q4_snn.engine import EVENTS
 from q4_snn.projection import coming_of, memory_of, numbers_of
+from q4_snn.recorders import events_of
 from q4_snn.rows import Layout, Row
 from q4_snn.sparse import SparseSynapses
 from q4_snn.stepper import Part, Plan, SharedSynapses, Trace
@@ -272,7 +274,7 @@ class ActorNetwork:
         with self._turn:
             first = self.clock
             parts = chunks(inputs, self._network.inputs, first=first, steps=steps, at_once=chunk)
-            run_chunks(self, parts, recorders, first)
+            run_chunks(self, parts, recorders, first, self._network.firing())
 
     def coming(self, name: str) -> torch.Tensor:
         """Return what is on its way in a projection, or what it has learnt, as ``NetworkState.coming`` has it.
@@ -299,7 +301,8 @@ class ActorNetwork:
     def _run(
         self, sequences: Mapping[str, torch.Tensor], places: Mapping[str, tuple[str, int | None]]
     ) -> dict[str, torch.Tensor]:
-        traces = {name: self._trace(place[0], place[1]) for name, place in places.items() if place[1] is not None}
+        of_states = {name: place for name, place in places.items() if not _is_given(place[1])}
+        traces = {name: self._trace(population, index or 0) for name, (population, index) in of_states.items()}
         found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
         start, steps = self.clock, len(next(iter(sequences.values())))
         for rings in (self._rings, *(trace.rings for trace in traces.values())):
@@ -319,7 +322,8 @@ class ActorNetwork:
         except BaseException as error:
             self._recover(on_way, error)
             raise
-        return {name: torch.cat(parts).to(self._rest.device) for name, parts in found.items()}
+        given = {name: torch.cat(parts).to(self._rest.device) for name, parts in found.items()}
+        return {name: events_of(item) if places[name][1] == EVENTS else item for name, item in given.items()}
 
     def _collect(
         self,
@@ -330,7 +334,7 @@ class ActorNetwork:
     ) -> None:
         """Wait until all have done the first chunk, copy what is recorded, and wait until all have committed it."""
         last, where = on_way[0].last, on_way[0].places(self._slots)
-        given = {population for population, state in places.values() if state is None}
+        given = {population for population, state in places.values() if _is_given(state)}
         self._await(dict.fromkeys(self._everyone, last), on_way)
         self._await(dict.fromkeys(given, last), on_way, rows=True)
         for name, (population, _) in places.items():
@@ -432,6 +436,11 @@ class ActorNetwork:
 
 class _HaltedError(Exception):
     """An actor has found that a chunk can't be done."""
+
+
+def _is_given(index: int | None) -> bool:
+    """Return whether what a place names is what a population gives."""
+    return index is None or index == EVENTS
 
 
 def _depths_of(network: Network) -> dict[str, int]:

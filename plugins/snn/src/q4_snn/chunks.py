@@ -12,7 +12,7 @@ from q4_snn.sources import Source
 from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     from q4_snn.recorders import Recorder
 
@@ -71,15 +71,28 @@ def run_chunks(
     parts: Iterable[dict[str, torch.Tensor]],
     recorders: Sequence[Recorder],
     first: int,
+    firing: Container[str],
 ) -> int:
-    """Call for each chunk with what recorders want of it, and give it to them; return the number of steps."""
+    """Call for each chunk with what recorders want of it, and give it to them; return the number of steps.
+
+    Args:
+        call: Inputs and names of ``record`` → what a network's call returns of these.
+        parts: Inputs of each chunk.
+        recorders: What to record.
+        first: The number of steps before.
+        firing: Populations whose events can be asked for.
+    """
     done = 0
     for part in parts:
         length = len(next(iter(part.values())))
         wanted = [item for item in recorders if item.wants(first + done, length)]
-        found = call(part, tuple(dict.fromkeys(item.what for item in wanted)))
-        for item in wanted:
-            item.add(first + done, found[item.what])
+        names = [f"{item.what}.events" if item.takes_events(firing) else item.what for item in wanted]
+        found = call(part, tuple(dict.fromkeys(names)))
+        for name, item in zip(names, wanted, strict=True):
+            if item.takes_events(firing):
+                item.add_events(first + done, length, found[name])
+            else:
+                item.add(first + done, found[name])
         done += length
     return done
 

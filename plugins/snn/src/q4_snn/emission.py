@@ -6,6 +6,7 @@ is emitted gives the bits of ``forward``, or nothing is emitted and the populati
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from q4_snn.neuron import Neuron, Parameter, Spiking
     from q4core import Q4Linear
 
-__all__ = ["Emission", "Source"]
+__all__ = ["Emission", "Source", "reads_now"]
 
 _RESETS = {"none": 0, "subtract": 1, "value": 2}
 
@@ -45,14 +46,23 @@ class Source:
     Args:
         name: Of the population.
         size: Its neurons.
-        ring: Bits [slots · B, words] where it fires, or else numbers [slots · B, n].
+        ring: Bits [slots · B, words] where it fires, or else numbers [slots · B, n]; or None, where ``now`` has them.
         is_binary: Which of both.
+        now: The numbers of an input [B, n], of which nobody needs those of earlier steps.
     """
 
     name: str
     size: int
-    ring: View
+    ring: View | None
     is_binary: bool
+    now: View | None = None
+
+    @property
+    def held(self) -> View:
+        """The ring."""
+        if self.ring is None:
+            raise EmissionError(f"population {self.name!r} has no ring")
+        return self.ring
 
 
 class Emission:
@@ -85,6 +95,20 @@ class Emission:
         self.buffers.append(buffer)
         self.tensors[len(self.buffers) - 1] = tensor
         return View(len(self.buffers) - 1, tensor.numel() // tensor.shape[-1], tensor.shape[-1])
+
+    def given(self, shape: Sequence[int], name: str, *, per: str, dtype: torch.dtype = torch.float32) -> View:
+        """Return memory that each run gives, or one for each of its rounds, as a view as of ``bound``."""
+        size = math.prod(shape)
+        self.buffers.append(Buffer(f"{self.label} {name}".strip(), size, dtype, given=per))
+        return View(len(self.buffers) - 1, size // shape[-1], shape[-1])
+
+    def own(self, x: View) -> View:
+        """Return values that may be written: x where it is scratch, or else a copy."""
+        return x if self._is_scratch(x) else self.copy(x)
+
+    def _is_scratch(self, x: View) -> bool:
+        buffer = self.buffers[x.buffer]
+        return not buffer.is_bound and buffer.given is None
 
     def scratch(self, columns: int, *, is_bits: bool = False) -> View:
         """Return memory [B, columns] to be written."""
@@ -132,15 +156,19 @@ class Emission:
         self.step(Op.ADD, (x, other if isinstance(other, View) else self._row(other, x.columns)), (out,))
         return out
 
+    def sum(self, x: View, other: View) -> View:
+        """Return the sum of two values, in the place of one that is scratch."""
+        return self.add(x, other, next(filter(self._is_scratch, (x, other)), None))
+
     def affine(self, x: View, factor: float, shift: float) -> View:
         """Return x · factor + shift, rounded twice."""
         out = self.scratch(x.columns)
         self.step(Op.AFFINE, (x,), (out,), (factor, shift))
         return out
 
-    def copy(self, x: View) -> View:
-        """Return a copy."""
-        out = self.scratch(x.columns)
+    def copy(self, x: View, out: View | None = None) -> View:
+        """Return a copy, in ``out`` if it is given."""
+        out = self.scratch(x.columns) if out is None else out
         self.step(Op.COPY, (x,), (out,))
         return out
 
@@ -180,17 +208,25 @@ class Emission:
             outputs.append(left)
         self.step(Op.FIRE, inputs, outputs, (_RESETS[reset], inclusive))
 
-    def unpack(self, bits: View, columns: int, lag: int = 0) -> View:
-        """Return the bits of a step as zeros and ones."""
-        out = self.scratch(columns)
+    def unpack(self, bits: View, columns: int, lag: int = 0, out: View | None = None) -> View:
+        """Return the bits of a step as zeros and ones, in ``out`` if it is given."""
+        out = self.scratch(columns) if out is None else out
         self.step(Op.UNPACK, (bits, self.clock), (out,), (lag,))
         return out
 
-    def row(self, ring: View, lag: int = 0) -> View:
-        """Return the values of a step from a ring."""
-        out = self.scratch(ring.columns)
+    def row(self, ring: View, lag: int = 0, out: View | None = None) -> View:
+        """Return the values of a step from a ring, in ``out`` if it is given."""
+        out = self.scratch(ring.columns) if out is None else out
         self.step(Op.ROW, (ring, self.clock), (out,), (lag,))
         return out
+
+    def values(self, source: Source, lag: int = 0, out: View | None = None) -> View:
+        """Return what a population gave some steps ago [B, n], in ``out`` if it is given; else it may be no scratch."""
+        if source.is_binary:
+            return self.unpack(source.held, source.size, lag, out)
+        if source.now is not None and not lag:
+            return source.now if out is None else self.copy(source.now, out)
+        return self.row(source.held, lag, out)
 
     def refuse(self, why: str) -> NoReturn:
         """Refuse a program.
@@ -217,6 +253,8 @@ class Emission:
         Raises:
             EmissionError: It has no operations.
         """
+        if type(neuron) not in _NEURONS:
+            current = self.own(current)
         given: View | None = self._emit(neuron, _NEURONS, current, states, bits)
         return given
 
@@ -370,19 +408,19 @@ def _dense(item: Projection, emission: Emission, source: Source, ring: None) -> 
         if reason is not None and "spiking" not in LayerHandle(layer).backend.capabilities.ops:
             emission.refuse(f"no product with spikes: {reason}")
         out = emission.scratch(item.target_size)
-        emission.step(Op.SPIKES, (source.ring, emission.clock), (out,), (item.delay,), layer=layer)
+        emission.step(Op.SPIKES, (source.held, emission.clock), (out,), (item.delay,), layer=layer)
         return out
     if layer.in_features != item.source_size:
         emission.refuse("its layer was filled up to whole blocks, and its source gives other numbers than spikes")
     out = emission.scratch(item.target_size)
-    emission.step(Op.LINEAR, (emission.row(source.ring, item.delay),), (out,), layer=layer)
+    emission.step(Op.LINEAR, (emission.own(emission.values(source, item.delay)),), (out,), layer=layer)
     return out
 
 
 def _sparse(item: SparseProjection, emission: Emission, source: Source, ring: View) -> View:
     emission.step(
         Op.SEND,
-        (source.ring, emission.clock, ring),
+        (source.held, emission.clock, ring),
         (ring,),
         (item.delay, emission.batch),
         layer=item.weight,
@@ -399,10 +437,7 @@ def _layer(item: LayerProjection, emission: Emission, source: Source, ring: None
     if type(layer) not in {nn.Identity, Scale} or "forward" in vars(layer) or hook_of(layer):
         kinds = ", ".join(type(part).__name__ for part in layer) if isinstance(layer, nn.Sequential) else ""
         emission.refuse(f"its layer {type(layer).__name__}{f' of {kinds}' if kinds else ''} has no operations")
-    if source.is_binary:
-        x = emission.unpack(source.ring, source.size, item.delay)
-    else:
-        x = emission.row(source.ring, item.delay)
+    x = emission.values(source, item.delay)
     return emission.multiply(x, layer.scale.expand(item.shape).reshape(-1)) if isinstance(layer, Scale) else x
 
 
@@ -438,3 +473,10 @@ _PROJECTIONS: dict[type, Callable[..., Any]] = {
     ExpSynapses: _exponential,
     AlphaSynapses: _alpha,
 }
+
+
+def reads_now(item: Any) -> bool:
+    """Return whether what is emitted for a projection reads a source's numbers of the same step alone."""
+    while type(item) in _PROJECTIONS and hasattr(item, "inner"):
+        item = item.inner
+    return type(item) in _PROJECTIONS and not item.delay

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from q4_snn.chunks import chunks, run_chunks
+from q4_snn.engine import EVENTS
 from q4_snn.graph import Graph
 from q4_snn.projection import coming_of, product_of
+from q4_snn.recorders import events_of
 from q4_snn.runs import runs_of
 from q4_snn.sparse import SparseSynapses, refuse_export
 from q4_snn.state import NetworkState
@@ -183,7 +185,9 @@ class Network(nn.Module):
         history = {name: (given[name], *state.history.get(name, ()))[:depth] for name, depth in depths}
         return given, NetworkState(neurons, history, state.coming, state.clock + 1)
 
-    def _begin(self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None) -> NetworkState:
+    def _begin(
+        self, inputs: Mapping[str, torch.Tensor], state: NetworkState | None, *, copies: bool = True
+    ) -> NetworkState:
         """Check a step's inputs and the state before it; return that state, with a copy of what is on its way."""
         for name in self.inputs:
             size = self.population(name).size
@@ -201,7 +205,8 @@ class Network(nn.Module):
             wanted, found = ([*held[name].shape] if name in held else None for held in (rings, state.coming))
             if found != wanted:
                 raise InputError(f"projection {name!r}", name="state", rule=f"of shape {wanted}", value=found)
-        return attrs.evolve(state, coming={name: state.coming[name].clone() for name in rings})
+        coming = {name: state.coming[name].clone() if copies else state.coming[name] for name in rings}
+        return attrs.evolve(state, coming=coming)
 
     def _check_state(self, state: NetworkState, batch: int) -> None:
         """Refuse neurons' states and histories of other populations, or of other sizes."""
@@ -233,11 +238,12 @@ class Network(nn.Module):
         Args:
             x: [T, B, n] of the only input, or each input's name → [T, B, n].
             state: The state that an earlier call returned, to continue from; None to begin at rest.
-            record: What to return: names of populations for what they give, ``population.mem`` for a state.
-                Defaults to ``outputs``.
+            record: What to return: names of populations for what they give, ``population.mem`` for a state,
+                ``population.events`` for where spikes are. Defaults to ``outputs``.
 
         Returns:
-            Each name of ``record`` → [T, B, n], and the state after the last step.
+            Each name of ``record`` → [T, B, n], of events int64 [count, 3]: step of this call, sample and neuron, in
+            that order; and the state after the last step.
 
         Raises:
             InputError: x does not fit the inputs, or ``record`` names what is not there.
@@ -273,7 +279,7 @@ class Network(nn.Module):
         sequences, places = self.check_run(x, record, looks=False)
         runs = runs_of(self, self.graph)
         if (program := runs.program(sequences, places)) is not None:
-            state = self._begin({name: value[0] for name, value in sequences.items()}, state)
+            state = self._begin({name: value[0] for name, value in sequences.items()}, state, copies=False)
             return runs.run(program, sequences, state, places)
         self._check_spikes(sequences)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in places}
@@ -282,10 +288,15 @@ class Network(nn.Module):
         for step in zip(*(value.unbind() for value in sequences.values()), strict=True):
             given, state = self._step(dict(zip(sequences, step, strict=True)), state, stages)
             for name, (population, index) in places.items():
-                found[name].append(given[population] if index is None else state.neurons[population][index])
+                is_given = index is None or index == EVENTS
+                found[name].append(given[population] if is_given else state.neurons[population][index or 0])
         for name, tensors in state.neurons.items():
             self.population(name).check_finite(tensors, step=state.clock - 1)
-        return {name: torch.stack(steps) for name, steps in found.items()}, state
+        given = {name: torch.stack(steps) for name, steps in found.items()}
+        for name, (_, index) in places.items():
+            if index == EVENTS:
+                given[name] = events_of(given[name])
+        return given, state
 
     def run(
         self,
@@ -324,13 +335,18 @@ class Network(nn.Module):
             found, latest = self(part, latest, record)
             return found
 
-        run_chunks(call, chunks(inputs, self.inputs, first=first, steps=steps, at_once=chunk), recorders, first)
+        parts = chunks(inputs, self.inputs, first=first, steps=steps, at_once=chunk)
+        run_chunks(call, parts, recorders, first, self.firing())
         return latest
 
     @property
     def record(self) -> ProgramRecord:
         """Who ran it last as a program, or why its modules ran one by one."""
         return runs_of(self, self.graph).record
+
+    def firing(self) -> frozenset[str]:
+        """Return the names of populations that give spikes."""
+        return frozenset(name for name, part in self.graph.populations.items() if part.is_binary)
 
     def check_recorders(self, recorders: Sequence[Recorder]) -> None:
         """Refuse recorders of what is not there.
@@ -378,8 +394,15 @@ class Network(nn.Module):
         population, _, kind = name.partition(".")
         neuron = self.population(population).neuron if population in self.populations else None
         states = () if neuron is None else neuron.states
+        if (
+            kind == "events"
+            and kind not in states
+            and population in self.populations
+            and self.population(population).is_binary
+        ):
+            return population, EVENTS
         if population not in self.populations or (kind and kind not in states):
-            rule = "names of populations, or population.state"
+            rule = "names of populations, population.state, or population.events of one that fires"
             raise InputError("network", name="record", rule=rule, value=name)
         return population, states.index(kind) if kind else None
 

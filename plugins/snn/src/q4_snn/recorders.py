@@ -15,7 +15,7 @@ from q4core.plugin_api import Staging, sync
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -161,6 +161,31 @@ class Recorder:
             if self.neurons is not None:
                 rows[:, 2] = self.neurons[rows[:, 2]]
             rows[:, 0] = rows[:, 0] * self.every + steps.start
+        self._add(rows)
+
+    def takes_events(self, firing: Container[str]) -> bool:
+        """Return whether it wants events of all neurons of one of some populations, for ``add_events``."""
+        return self.events and self.neurons is None and self.what in firing
+
+    def add_events(self, first: int, count: int, events: torch.Tensor) -> None:
+        """Record what is wanted of the events of ``count`` steps from ``first`` on, int64 [events, 3].
+
+        Raises:
+            InputError: It has recorded other rows than events.
+            CheckpointError: The file can't be written.
+        """
+        steps = self._steps(first, count)
+        if not steps:
+            return
+        place = events[:, 0] + (first - steps.start)
+        is_wanted = (place >= 0) & (place < steps.stop - steps.start)
+        if self.every > 1:
+            is_wanted &= place % self.every == 0
+        rows = events[is_wanted].cpu()
+        rows[:, 0] += first
+        self._add(rows)
+
+    def _add(self, rows: torch.Tensor) -> None:
         row = rows.dtype, tuple(rows.shape[1:])
         if self._row not in {None, row}:
             rule = f"rows of {self._row}, as before"

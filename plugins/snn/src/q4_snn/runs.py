@@ -11,13 +11,13 @@ import torch
 
 from q4_programs import ProgramRecord, refuse
 from q4_programs.watch import hook_of
-from q4_snn.engine import PopulationProgram
+from q4_snn.engine import EVENTS, PopulationProgram
 from q4_snn.projection import packed_layer
-from q4core import InputError, Q4Error, Q4Linear
+from q4core import Q4Error, Q4Linear
 from q4core.plugin_api import is_plain_call
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping
+    from collections.abc import Hashable, Mapping
 
     from torch import nn
 
@@ -98,49 +98,56 @@ class NetworkRuns:
             NonFiniteStateError: A state is NaN or infinite after a chunk; the message names the first such step.
         """
         steps, batch = next(iter(sequences.values())).shape[:2]
-        graph, chunk = self._graph, program.chunk
-        device = program.device
-        sizes = {name: graph.populations[place[0]].size for name, place in places.items()}
-        found = {name: torch.empty(steps, batch, size, device=device) for name, size in sizes.items()}
+        chunk, populations = program.chunk, self._graph.populations
+        found = {
+            place: torch.empty(steps, batch, populations[place[0]].size, device=program.device)
+            for place in {*places.values()}
+            if place[1] != EVENTS
+        }
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name, index in places.values() if index == EVENTS}
         with program.bound.lock, torch.no_grad():
             program.load(state)
             for start in range(0, steps, chunk):
                 count = min(chunk, steps - start)
-                self._advance(program, sequences, start, state.clock + start, count)
+                self._advance(program, sequences, start, state.clock, count, found)
                 if program.non_finite():
-                    self._raise_non_finite(program, sequences, state, start)
-                for name, place in places.items():
-                    for offset, row, length in _pieces(state.clock + start, count, chunk):
-                        target = found[name][start + offset : start + offset + length]
-                        target.copy_(program.records[place][row : row + length])
-            return found, program.state(state, steps)
+                    self._raise_non_finite(program, sequences, state, start, found)
+                for name, events in parts.items():
+                    events.append(program.events(name, state.clock + start, count))
+                    if start:
+                        events[-1][:, 0] += start
+            after = program.state(state, steps)
+        fired = {name: torch.cat(items) if len(items) > 1 else items[0] for name, items in parts.items()}
+        return {name: fired[at[0]] if at[1] == EVENTS else found[at] for name, at in places.items()}, after
 
-    def _advance(
-        self, program: PopulationProgram, sequences: Mapping[str, torch.Tensor], start: int, first: int, count: int
+    @staticmethod
+    def _advance(  # noqa: PLR0913  # one argument per part
+        program: PopulationProgram,
+        sequences: Mapping[str, torch.Tensor],
+        start: int,
+        clock: int,
+        count: int,
+        found: Mapping[tuple[str, int | None], torch.Tensor],
     ) -> None:
-        """Advance by a chunk, whose inputs begin at ``start`` of the sequences."""
-        for name, x in sequences.items():
-            if name in program.values:
-                ring = program.values[name]
-                for offset, row, length in _pieces(first, count, len(ring)):
-                    ring[row : row + length].copy_(x[start + offset : start + offset + length])
-        program.run(first, count)
-        for name, odd in program.odd.items():
-            if any(bool(odd[row : row + length].any()) for _, row, length in _pieces(first, count, len(odd))):
-                x = sequences[name][start : start + count]
-                wrong = x[(x != 0) & (x != 1)][0].item()
-                rule = "0 and 1 alone, as spikes=True says"
-                raise InputError(f"population {name!r}", name="input", rule=rule, value=wrong)
+        """Advance by some steps, of which ``start`` of the sequences is the first, and the clock was that of theirs."""
+        part = slice(start, start + count)
+        inputs = {name: x[part] for name, x in sequences.items()}
+        program.run(clock + start, count, inputs, {place: item[part] for place, item in found.items()})
 
     def _raise_non_finite(
-        self, program: PopulationProgram, sequences: Mapping[str, torch.Tensor], state: NetworkState, failed: int
+        self,
+        program: PopulationProgram,
+        sequences: Mapping[str, torch.Tensor],
+        state: NetworkState,
+        failed: int,
+        found: Mapping[tuple[str, int | None], torch.Tensor],
     ) -> None:
         """Run again to find the step after which a state of the chunk that begins at ``failed`` is not finite."""
         program.load(state)
         for start in range(0, failed, program.chunk):
-            self._advance(program, sequences, start, state.clock + start, program.chunk)
-        for step in range(failed, failed + program.chunk):
-            self._advance(program, sequences, step, state.clock + step, 1)
+            self._advance(program, sequences, start, state.clock, program.chunk, found)
+        for step in range(failed, len(next(iter(sequences.values())))):
+            self._advance(program, sequences, step, state.clock, 1, found)
             for name in program.non_finite():
                 self._graph.populations[name].check_finite(program.states[name], step=state.clock + step)
 
@@ -162,10 +169,9 @@ class NetworkRuns:
 
     def _made(self, batch: int, device: torch.device, record: list[tuple[str, int | None]]) -> PopulationProgram | str:
         graph = self._graph
-        packs = [name for name in graph.inputs if graph.populations[name].is_binary]
         names = [name for name in graph.order if name not in graph.inputs]
         try:
-            made = PopulationProgram(graph, names, batch=batch, device=device, packs=packs, record=record)
+            made = PopulationProgram(graph, names, batch=batch, device=device, fed=graph.inputs, record=record)
         except Q4Error as error:
             return error.summary
         if made.bound.record.backend == "reference":
@@ -196,16 +202,6 @@ class NetworkRuns:
                 facts += [_mark(item) if isinstance(item, torch.Tensor) else item for item in numbers]
                 synapses = getattr(synapses, "inner", None)
         return tuple(facts)
-
-
-def _pieces(first: int, count: int, slots: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the stretches of a ring that hold some steps: which step begins it, its row, and how long it is."""
-    done = 0
-    while done < count:
-        row = (first + done) % slots
-        length = min(count - done, slots - row)
-        yield done, row, length
-        done += length
 
 
 def _mark(value: torch.Tensor | None) -> Hashable:

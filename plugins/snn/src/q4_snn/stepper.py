@@ -206,17 +206,17 @@ class Stepper:
             if name not in self.parts:
                 delays = [item.delay for item in self._items() if item.source == name]
                 self._mirror(program, name, range(max(1, first - max(delays)), last - min(delays) + 1))
-        with program.bound.lock:
-            program.run(first - 1, last - first + 1)
         steps = range(first, last + 1)
+        sizes = {trace: self.parts[trace.population].population.size for trace in traces}
+        found = {trace: torch.empty(len(steps), len(self.plan.rest), size) for trace, size in sizes.items()}
+        with program.bound.lock:
+            program.run(first - 1, len(steps), records={(it.population, it.index): found[it] for it in traces})
         for name, ring in program.values.items():
             if name in self.parts:
                 given = ring[[(step - 1) % len(ring) for step in steps]]
                 self._write(self.rings.rows(name), self.plan.rows[name], given, steps)
         for trace in traces:
-            found = program.records[trace.population, trace.index]
-            given = found[[(step - 1) % len(found) for step in steps]]
-            self._write(trace.rings.rows("trace"), trace.row, given, steps)
+            self._write(trace.rings.rows("trace"), trace.row, found[trace], steps)
 
     def _mirror(self, program: PopulationProgram, name: str, steps: range) -> None:
         """Copy rows of numbers to the program's own ring."""
