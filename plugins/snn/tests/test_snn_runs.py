@@ -257,3 +257,22 @@ def test_events_are_where_numbers_are(shape: tuple[int, int, int]) -> None:
         spikes[0, 0, 0] = -0.0
     for given in (spikes, spikes.double(), spikes.half(), spikes[1:], spikes.transpose(0, 1), spikes[..., ::2]):
         assert torch.equal(events_of(given), given.nonzero())
+
+
+@pytest.mark.parametrize("facts", [{}, {"every": 3, "start": 5}, {"start": 7, "stop": 40}, {"neurons": [9, 3]}])
+def test_events_of_a_run(facts: dict[str, Any]) -> None:
+    """``record=("cells.events",)`` and recorders find the spikes that the numbers show, whatever the chunks."""
+    net, x = network(), torch.stack([*source().draw(0, 60)])
+    spikes = net(x, record=("cells",))[0]["cells"]
+    assert spikes.sum() > 50
+    assert torch.equal(net(x, record=("cells.events",))[0]["cells.events"], spikes.nonzero())
+    recorder = Recorder("cells", events=True, **facts)
+    net.run(iter(x), recorders=[recorder], chunk=17)
+    steps = range(60)[facts.get("start", 0) : facts.get("stop", 60) : facts.get("every", 1)]
+    wanted = spikes[[*steps]][..., facts.get("neurons", slice(None))].nonzero()
+    wanted[:, 0] = torch.tensor([*steps])[wanted[:, 0]]
+    if "neurons" in facts:
+        wanted[:, 2] = torch.tensor(facts["neurons"])[wanted[:, 2]]
+    assert torch.equal(recorder.data, wanted)
+    with pytest.raises(InputError, match="of one that fires"):
+        net(x, record=("nobody.events",))
