@@ -180,8 +180,13 @@ class TransformerConfig:
         """Return what differs from the defaults, as plain values: ``TransformerConfig.from_dict`` reads it."""
         fields = attrs.asdict(self, recurse=False)
         plain = {"hidden_size", "intermediate_size"}
-        default = TransformerConfig(**{name: fields[name] for name in plain})
+        heads = max(self.num_attention_heads, 1)
+        # Other defaults follow from these.
+        given = {**{name: fields[name] for name in plain}, "num_attention_heads": heads, "head_dim": self.head_dim}
+        default = TransformerConfig(**given)
         found = {name: value for name, value in fields.items() if name in plain or value != getattr(default, name)}
+        found |= {} if heads == 1 else {"num_attention_heads": heads}
+        found |= {} if self.head_dim == self.hidden_size // heads else {"head_dim": self.head_dim}
         if "rope_scaling" in found:
             scaling = attrs.asdict(self.rope_scaling)
             plain_scaling = attrs.asdict(RopeScaling())

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheWarning", "CachedModel", "open_folder", "opening"]
 
 _T = TypeVar("_T")
-_VERSION = 5
+_VERSION = 6
 _HEAD_BYTES = 1 << 18
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 """Name of a part of a split model."""
