@@ -28,8 +28,8 @@ __all__ = ["APART", "ENVIRONMENTS", "asked", "bounds", "main", "requirements", "
 WORK = ROOT / "build" / "lowest"
 APART: dict[str, dict[str, set[str]]] = {
     "large": {
-        "q4-actors": {"", "ray"},
-        "q4-snn": {"", "nir", "plot", "shd"},
+        "q4-actors": {"ray"},
+        "q4-snn": {"nir", "plot", "shd"},
         "q4-transformers": {"", "peft"},
         "q4core": {"examples"},
     },
