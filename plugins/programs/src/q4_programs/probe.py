@@ -34,7 +34,7 @@ _UNIT = 2.0**-24
 _LEAST_POSITIONS = 40
 _ROUNDS = 3
 """Of a program with a clock."""
-_MOST_ENTRIES = 1 << 20
+_MOST_ENTRIES = 1 << 18
 """Of synapses in a trial: random numbers make half of all neurons fire, and the reference needs 100 bytes for each."""
 _RARE = 6
 """Random words whose common bits are the spikes of a trial: one in 64 neurons."""
