@@ -227,11 +227,6 @@ def test_options_are_checked_first(
     assert shown in message
 
 
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--help`` shows a command that can be copied."""
-    assert "q4 convert Qwen3-0.6B-AWQ" in say(capsys, "convert", "--help")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted by Linux")
 def test_memory_is_bounded(tmp_path: Path) -> None:

@@ -258,12 +258,12 @@ def test_recipe_takes_a_writing_dialect() -> None:
         (("explain", "dense.safetensors", "--m", "3:2"), "LOW <= HIGH", "probe"),
         (
             ("explain", "dense.safetensors", "--precision", "rough"),
-            "'rough' is not one of 'auto', 'exact'",
+            "--precision must be one of 'auto', 'exact'",
             "activation",
         ),
         (
             ("explain", "dense.safetensors", "--compute-path", "fast"),
-            "'fast' is not one of 'auto', 'kernel_only'",
+            "--compute-path must be one of 'auto', 'kernel_only'",
             "compute_path",
         ),
         (("explain", "dense.safetensors", "--device", "toaster"), "--device must be", "configuration"),

@@ -43,11 +43,11 @@ def test_unread_layers_are_counted_by_type(
     assert [item["key"] for item in record["unsupported"]] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("words", ["inspect packed.safetensors", "explain packed.safetensors", "--version", "none"])
+@pytest.mark.parametrize("words", ["inspect packed.safetensors", "explain packed.safetensors", "cache list"])
 def test_a_misspelt_log_is_refused(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every command refuses ``Q4_LOG=jsn``, and says which words there are."""
+    """Every command that runs refuses ``Q4_LOG=jsn``, and says which words there are."""
     monkeypatch.setenv("Q4_LOG", "jsn")
     assert run([*words.split(), "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
