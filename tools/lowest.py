@@ -3,7 +3,7 @@
 Environments get the lowest versions of all that our packages ask for directly, and ours from ``dist``. A library that
 needs a newer one of another hides that one's bound. So there are several environments, and each bound must be what one
 of them got. Tests that use these libraries run in each; with a name, one environment is made and tested. torch's bound
-is not proven: indexes have its old builds for CUDA only.
+is not proven: indexes have its old builds for CUDA only. ``nox -s transformers`` has the tests for that library's bound.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENVIRONMENTS = {
         *("tests/plugins", "tests/schema", "tests/diagnostics", "tests/checkpoint", "conformance/tests"),
         *(f"plugins/{name}/tests" for name in ("cli", "gguf", "lm", "onnx", "quantize", "safetensors")),
     ],
-    "large": [f"plugins/{name}/tests" for name in ("actors", "snn", "transformers")],
+    "large": [f"plugins/{name}/tests" for name in ("actors", "snn")],
     "gpu": [f"plugins/{name}/tests" for name in ("um-managed", "nvfp4-native", "triton-kernels")],
 }
 """Environment → the tests that are run there."""
