@@ -75,7 +75,7 @@ class Reference:
         clock = None if program.clock is None else buffers[program.clock]
         places = [(buffers[i], program.buffers[i].given == "round", i in written) for i in program.given]
         run = functools.partial(_run, limits, parts, clock=clock)
-        return functools.partial(_run_given, run, places) if places else run
+        return functools.partial(_run_given, run, places)
 
 
 REFERENCE = Reference()
@@ -102,12 +102,15 @@ def _run(
 
 
 def _run_given(
-    run: Callable[[], object],
+    run: Callable[..., object],
     places: Sequence[tuple[torch.Tensor, bool, bool]],
     rounds: int = 1,
     given: Sequence[torch.Tensor] = (),
 ) -> None:
     """Run by rounds; of each place what is given comes to it before and, if it is written, goes back after."""
+    if not given:
+        run(rounds)
+        return
     for number in range(rounds):
         for (place, is_rounds, _), tensor in zip(places, given, strict=True):
             place.copy_((tensor[number] if is_rounds else tensor).reshape(-1))
