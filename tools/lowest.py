@@ -3,7 +3,7 @@
 Environments get the lowest versions of all that our packages ask for directly, and ours from ``dist``. A library that
 needs a newer one of another hides that one's bound. So there are several environments, and each bound must be what one
 of them got. Tests that use these libraries run in each; with a name, one environment is made and tested. torch's bound
-is not proven: indexes have its old builds for CUDA only. ``nox -s transformers`` has the tests for that library's bound.
+is not proven: indexes have its old builds for CUDA only. ``nox -s transformers`` tests that library's bound.
 """
 
 from __future__ import annotations
