@@ -112,7 +112,7 @@ def simulate(model: Model, network: Network, seconds: float, seed: int) -> torch
     spikes, state = Recorder("cells", events=True), network.rest()
     _, voltage, _ = state.neurons["cells"]
     voltage.normal_(START, START_SPREAD, generator=torch.Generator().manual_seed(seed))
-    steps, chunk = round(seconds * 1e3 / STEP), max(1, _AT_ONCE // len(rates))
+    steps, chunk = round(seconds * 1e3 / STEP), 1 << (_AT_ONCE // len(rates)).bit_length() - 1
     with torch.no_grad():
         network.run(outside, state, recorders=[spikes], steps=steps, chunk=chunk)
     return spikes.data[:, [0, 2]]
