@@ -46,8 +46,8 @@ class Capabilities:
             of them that is not served is refused by ``check``.
         precisions: Precisions of its paths.
         features: Features that it serves.
-        ops: ``"linear"``, ``"quantize"``, ``"input_gradient"``, ``"program"``, ``"spiking"``, ``"sparse"``, or
-            ``"spikes"``.
+        ops: ``"linear"``, ``"quantize"``, ``"input_gradient"``, ``"program"``, ``"tokens"``, ``"spiking"``,
+            ``"sparse"``, or ``"spikes"``.
         roundings: How its quantiser rounds.
     """
 

@@ -39,7 +39,7 @@ class ToyPrograms(ToyKernel):
     def __init__(
         self, name: str = "toy-programs", harm: Callable[[Program, Sequence[Tensor], bool], None] = lambda *_: None
     ) -> None:
-        super().__init__(name, ops={"linear", "program", "sparse"})
+        super().__init__(name, ops={"linear", "program", "sparse", "tokens"})
         self.harm = harm
 
     def bind_program(self, program: Program, buffers: Sequence[Tensor], layers: Any) -> Callable[..., None]:
@@ -84,6 +84,23 @@ def _with_threads(program: Program, buffers: Sequence[Tensor], *_: bool) -> None
         _changed(program, buffers)
 
 
+def _with_tokens(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
+    if program.tokens is not None and len(program.steps) > 1 and int(buffers[program.tokens[0]]) == 13:  # noqa: PLR2004  # as above
+        _changed(program, buffers)
+
+
+def _behind_tokens(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
+    if program.tokens is not None and len(program.steps) > 1 and int(buffers[program.tokens[0]]) == 5:  # noqa: PLR2004  # as above
+        view = program.steps[-1].outputs[0]
+        buffers[view.buffer][view.offset + 5 * view.stride] += 1
+
+
+def _of_tokens(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
+    step = program.steps[-1]
+    if step.op is Op.ATTENTION and step.inputs[3].columns == 13:  # noqa: PLR2004  # as above
+        _changed(program, buffers, 1.001)
+
+
 def _after_errors(program: Program, buffers: Sequence[Tensor], has_failed: bool) -> None:  # noqa: FBT001  # as ``harm``
     if has_failed:
         _changed(program, buffers)
@@ -110,6 +127,9 @@ for _name, _part, _says, _facts in (
     ("writes-before-output", "operations", "was written outside the output", {"harm": _before_output}),
     ("packs-roughly", "packed", "step 0, linear: 1 of 67 elements are wrong", {"harm": _of(Op.LINEAR)}),
     ("counts-threads", "whole", "3 threads: other bits", {"harm": _with_threads}),
+    ("counts-tokens", "tokens", "13 tokens, 1 threads: other bits", {"harm": _with_tokens}),
+    ("writes-behind-tokens", "tokens", "rows of other tokens were written", {"harm": _behind_tokens}),
+    ("attends-roughly-to-tokens", "operations", "attention: 1 of", {"harm": _of_tokens}),
     ("looks-late", "refused", "was refused after something was written", {"harm": _after_errors}),
     ("forks-badly", "forked", "in a process that was forked", {"harm": _in_forks}),
 ):

@@ -29,6 +29,8 @@ __all__ = ["expect_canaries", "scenes_for"]
 
 _COUNTS = (1, 2, 3, 4)
 _RUNS = 6
+_TOKENS = (5, 13, 1)
+"""Of a run, in this order; the largest is the most."""
 
 
 def scenes_for(subject: BackendSubject, op: str = "program", name: str = "scenes") -> ModuleType:
@@ -51,7 +53,7 @@ def check_program_operations(case: Case, subject: BackendSubject) -> str:
     del case
     scenes = scenes_for(subject)
     count = 0
-    for op, inputs, sizes, numbers in scenes.operations():
+    for op, inputs, sizes, numbers in scenes.operations(_positions(subject)):
         scene = scenes.Scene(subject)
         out, *further = scene.add_alone(op, inputs, sizes, numbers)
         before = [tensor.to("cpu", copy=True) for tensor in scene.tensors]
@@ -59,7 +61,8 @@ def check_program_operations(case: Case, subject: BackendSubject) -> str:
             scene.bound()()
             if op is scenes.Op.STORE:
                 wanted = torch.full(sizes, scenes.CANARY, dtype=torch.float64)
-                wanted.unflatten(0, (-1, scenes.CAPACITY))[:, int(inputs[1])] = inputs[0].double()
+                for own, place in zip(inputs[0].chunk(inputs[1].numel()), inputs[1][0], strict=True):
+                    wanted.unflatten(0, (-1, scenes.CAPACITY))[:, place] = own.double()
                 _judge(scene.read(out), wanted, None)
             else:
                 _judge(scene.read(out), *scenes.exact_operation(op, inputs, numbers))
@@ -69,6 +72,11 @@ def check_program_operations(case: Case, subject: BackendSubject) -> str:
             expect_canaries(scene, before, (out, *further))
         count += 1
     return f"{count} operations"
+
+
+def _positions(subject: BackendSubject) -> tuple[int, ...]:
+    """Return the numbers of positions that operations are judged with."""
+    return (1, 2, 5, 13) if "tokens" in subject.backend.capabilities.ops else (1,)
 
 
 def _judge(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | None) -> None:
@@ -145,13 +153,58 @@ def check_program_whole(case: Case, subject: BackendSubject) -> str:
     return f"{_RUNS} tokens, {_COUNTS} threads"
 
 
+@check("program_tokens")
+def check_program_tokens(case: Case, subject: BackendSubject) -> str:
+    """Several tokens at once have the bits of one by one: of any number up to the most, with any number of threads."""
+    scenes = scenes_for(subject, "tokens")
+    most = max(_TOKENS)
+    scene = scenes.Scene(subject)
+    numbers, results = scenes.decoder(case, scene)
+    bound, wanted = scene.bound(), []
+    for token in range(most):
+        scene.tensors[numbers.buffer][numbers.offset : numbers.offset + 2] = torch.tensor([token * 7 % 50, 20 + token])
+        bound()
+        wanted.append([scene.read(results[place]) for place in (-4, -2, -1)])  # logits, keys and values
+    for threads_now in _COUNTS:
+        scene = scenes.Scene(subject)
+        numbers, results = scenes.decoder(case, scene, most)
+        logits, *caches = results[-3:]
+        flat = scene.tensors[numbers.buffer]
+        flat[numbers.offset : numbers.offset + most] = torch.arange(most) * 7 % 50
+        flat[numbers.offset + most : numbers.offset + 2 * most] = 20 + torch.arange(most)
+        with threads(threads_now):
+            bound = scene.bound()
+            bound()  # of all tokens: as any, below
+            for index, cache in enumerate(caches, 1):
+                same = torch.equal(scene.read(cache), wanted[-1][index])
+                expect(same, f"{most} tokens, {threads_now} threads: other keys or values than one by one")
+            for count in _TOKENS:
+                with within(f"{count} tokens, {threads_now} threads"):
+                    scene.tensors[logits.buffer].fill_(scenes.CANARY)
+                    before = scene.tensors[logits.buffer].clone()
+                    scene.tensors[scene.tokens[0]].fill_(count)
+                    bound()
+                    own = [torch.equal(row, one[0][0]) for row, one in zip(scene.read(logits), wanted, strict=True)]
+                    expect(all(own[:count]), "other bits than the tokens one by one")
+                    after = scene.tensors[logits.buffer]
+                    after[logits.offset : logits.offset + count * logits.stride] = scenes.CANARY
+                    expect(torch.equal(after, before), "rows of other tokens were written")
+            for count in (0, -1, most + 1, 2**40):
+                scene.tensors[scene.tokens[0]].fill_(count)
+                held = [tensor.clone() for tensor in scene.tensors]
+                raised(InputError, bound, f"{count} tokens of at most {most} were not refused")
+                same = all(map(torch.equal, scene.tensors, held))
+                expect(same, f"{count} tokens were refused after something was written")
+    return f"{_TOKENS} tokens, {_COUNTS} threads"
+
+
 @check("program_pages")
 def check_program_pages(case: Case, subject: BackendSubject) -> str:
     """Every buffer ends where readable memory ends: a read or a write past an end kills the process."""
     scenes = scenes_for(subject)
     if subject.device.type != "cpu":
         raise NotTestableError("only the CPU's memory can be made unreadable page by page")
-    for op, inputs, sizes, numbers in scenes.operations():
+    for op, inputs, sizes, numbers in scenes.operations(_positions(subject)):
         scene = scenes.Scene(subject, on_last_page, 0)
         scene.add_alone(op, inputs, sizes, numbers)
         scene.bound()()
@@ -187,12 +240,13 @@ def check_program_refused(case: Case, subject: BackendSubject) -> str:
 def check_program_quiet(case: Case, subject: BackendSubject) -> str:
     """A run makes no tensor."""
     scenes = scenes_for(subject)
-    scene = scenes.Scene(subject)
-    scenes.decoder(case, scene)
-    bound = scene.bound()
-    bound()
-    elements = watch(bound, subject.device).elements
-    expect(elements == 0, f"a run made tensors of {elements} elements")
+    for tokens in (1, max(_TOKENS)) if "tokens" in subject.backend.capabilities.ops else (1,):
+        scene = scenes.Scene(subject)
+        scenes.decoder(case, scene, tokens)
+        bound = scene.bound()
+        bound()
+        elements = watch(bound, subject.device).elements
+        expect(elements == 0, f"a run made tensors of {elements} elements")
     return f"{len(scene.steps)} steps"
 
 

@@ -358,6 +358,7 @@ def program_cases(formats: Iterable[str | Format] = tuple(BUILTIN_FORMATS)) -> t
     for part, text in (
         ("packed", "packed products and rows have the bits of their layers"),
         ("whole", "a block of a decoder has the bits of its steps one by one, on any number of threads"),
+        ("tokens", "several tokens at once have the bits of one by one, of any number and on any threads"),
         ("pages", "nothing is read or written past the end of a buffer"),
         ("refused", "numbers out of range and buffers that changed are typed errors, before anything is written"),
         ("quiet", "a run makes no tensor"),

@@ -47,11 +47,15 @@ def exact_operation(  # noqa: C901, PLR0911  # one case per operation
         size = (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
         return (x - mean) / spread * other + inputs[2].double(), sums * 2 * (size * other.abs() + inputs[2].abs())
     if op is Op.ROTARY:
-        return _turned(x, other[inputs[2][0, 0]], pairs=bool(numbers[0])), _ROUNDINGS * _UNIT * 4 * x.abs().max() * (
-            other.abs().max() + 0 * x
-        )
+        each = x.chunk(inputs[2].numel())
+        rows = [
+            _turned(own, other[place], pairs=bool(numbers[0])) for own, place in zip(each, inputs[2][0], strict=True)
+        ]
+        return torch.cat(rows), _ROUNDINGS * _UNIT * 4 * x.abs().max() * (other.abs().max() + 0 * x)
     if op is Op.ATTENTION:
-        return _attended(x, other, inputs[2].double(), int(inputs[3]), numbers)
+        each, places = x.chunk(inputs[3].numel()), inputs[3][0].tolist()
+        found = [_attended(own, other, inputs[2].double(), at, numbers) for own, at in zip(each, places, strict=True)]
+        return torch.cat([y for y, _ in found]), torch.cat([bound for _, bound in found])
     y = _CURVES[op](x)
     near = x.abs() if op in {Op.GELU, Op.GELU_TANH} else y.abs()
     apart = x.amax(-1, keepdim=True) - x if op is Op.SOFTMAX else x.abs()

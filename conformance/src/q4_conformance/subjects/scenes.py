@@ -41,6 +41,7 @@ class Scene:
     steps: list[Step] = attrs.field(factory=list)
     layers: list[Q4Linear | SparseWeight] = attrs.field(factory=list)
     clock: int | None = None
+    tokens: tuple[int, int] | None = None
 
     def view(self, values: torch.Tensor) -> View:
         """Return a view of a new buffer that holds [rows, columns]."""
@@ -119,7 +120,7 @@ class Scene:
             else (layer.out_features, layer.in_features)
             for layer in self.layers
         ]
-        program = Program(self.buffers, self.steps, sizes, self.clock)
+        program = Program(self.buffers, self.steps, sizes, self.clock, self.tokens)
         pairs = zip(self.buffers, self.tensors, strict=True)
         tensors = [tensor for item, tensor in pairs if item.is_bound]
         made = bind(program, tensors, self.layers, registry=self.subject.registry)
@@ -141,8 +142,14 @@ def draw(*sizes: int, seed: int = 21) -> torch.Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed + sum(sizes)))
 
 
-def operations() -> Iterator[tuple[Op, list[torch.Tensor], tuple[int, int], tuple[float, ...]]]:
-    """Yield each operation with inputs, the sizes of its output, and numbers: sizes that divide no vector, too."""
+def operations(
+    tokens: Sequence[int] = (1,),
+) -> Iterator[tuple[Op, list[torch.Tensor], tuple[int, int], tuple[float, ...]]]:
+    """Yield each operation with inputs, the sizes of its output, and numbers: sizes that divide no vector, too.
+
+    Args:
+        tokens: The numbers of positions of operations that have some.
+    """
     at = torch.tensor([[CAPACITY - 3]])
     for rows, columns in ((1, 1), (1, 17), (3, 64), (5, 131)):
         x, row = draw(rows, columns), draw(1, columns)
@@ -159,18 +166,33 @@ def operations() -> Iterator[tuple[Op, list[torch.Tensor], tuple[int, int], tupl
         yield Op.TOP_K, [x.round()], (rows, min(columns, 5)), (min(columns, 5),)
         yield Op.EMBEDDING, [torch.arange(rows)[None] * 2, draw(11, columns)], (rows, columns), ()
         yield Op.STORE, [x, at], (rows * CAPACITY, columns), ()
-    for heads, kv_heads, size, window in ((1, 1, 8, 0), (6, 2, 24, 0), (8, 8, 64, 5), (9, 3, 64, 0)):
+    sizes = ((1, 1, 8, 0), (6, 2, 24, 0), (8, 8, 64, 5), (9, 3, 64, 0), (4, 1, 40, 0))
+    for (heads, kv_heads, size, window), count in itertools.product(sizes, tokens):
+        places = (CAPACITY - 3 - 5 * torch.arange(count) % (CAPACITY - 3))[None]
         cache = [draw(kv_heads * CAPACITY, size, seed=seed) for seed in (1, 2)]
-        yield Op.ATTENTION, [draw(heads, size), *cache, at], (heads, size), (kv_heads, size**-0.5, window)
+        query, shape = draw(count * heads, size), (count * heads, size)
+        yield Op.ATTENTION, [query, *cache, places], shape, (kv_heads, size**-0.5, window)
+        if count > 1:
+            yield Op.STORE, [query, places], (heads * CAPACITY, size), ()
         for turned, pairs in itertools.product((size, size // 2), (0, 1)):
-            table = draw(CAPACITY, turned)
-            yield Op.ROTARY, [draw(heads, size), table, at], (heads, size), (pairs,)
+            yield Op.ROTARY, [query, draw(CAPACITY, turned), places], shape, (pairs,)
 
 
-def decoder(case: Case, scene: Scene) -> tuple[View, list[View]]:
-    """Add a block of a decoder with its embedding and head, and return where token and position stand, and results."""
-    numbers = scene.view(torch.tensor([[3, CAPACITY // 2]]))
-    token, position = (attrs.evolve(numbers, columns=1, offset=numbers.offset + at) for at in (0, 1))
+def decoder(case: Case, scene: Scene, tokens: int = 1) -> tuple[View, list[View]]:
+    """Add a block of a decoder with its embedding and head, and return where token and position stand, and results.
+
+    Args:
+        case: Of the layers' format.
+        scene: To add to.
+        tokens: Of how many tokens the steps are: first come their numbers, then their positions. Of one token the last
+            results are the logits, the token of the largest, keys and values; of more there is no such token.
+    """
+    numbers = scene.view(torch.tensor([[3, CAPACITY // 2]]).repeat_interleave(tokens, 1))
+    token, position = (View(numbers.buffer, 1, tokens, numbers.offset + at * tokens, numbers.stride) for at in (0, 1))
+    if tokens > 1:
+        scene.tokens = scene.view(torch.tensor([[tokens]])).buffer, tokens
+        scene.buffers[-1] = attrs.evolve(scene.buffers[-1], size=1)
+        scene.tensors[-1] = scene.place(torch.tensor([tokens])).to(scene.subject.device)
     embedding, qkv, out_layer, gates, down = (
         scene.layer(case, rows, columns)
         for rows, columns in (
@@ -186,30 +208,45 @@ def decoder(case: Case, scene: Scene) -> tuple[View, list[View]]:
     results: list[View] = []
 
     def add(op: Op, inputs: Sequence[View], columns: int, numbers: Iterable[float] = (), **facts: Any) -> View:
-        results.append(scene.add(op, inputs, scene.out(1, columns), numbers, **facts))
+        results.append(scene.add(op, inputs, scene.out(tokens, columns), numbers, **facts))
         return results[-1]
 
-    def part(view: View, first: int, rows: int, columns: int) -> View:
-        return View(view.buffer, rows, columns, view.offset + first)
+    def part(view: View, first: int, columns: int) -> View:
+        return View(view.buffer, tokens, columns, view.offset + first, view.stride)
+
+    def as_heads(view: View, count: int) -> View:
+        return View(view.buffer, tokens * count, _HEAD, view.offset)
+
+    def heads(view: View, first: int, count: int) -> View:
+        own = part(view, first * _HEAD, count * _HEAD)
+        if tokens > 1:  # whose rows are apart
+            flat = scene.out(1, tokens * count * _HEAD)
+            own = scene.add(Op.COPY, [own], View(flat.buffer, tokens, count * _HEAD, flat.offset))
+        return as_heads(own, count)
 
     x = add(Op.EMBEDDING, [token], _HIDDEN, layer=embedding)
     both = add(
         Op.LINEAR, [add(Op.RMS_NORM, [x, norm], _HIDDEN, (1e-6, 0))], (_HEADS + 2 * _KV_HEADS) * _HEAD, (0,), layer=qkv
     )
-    turned = part(both, 0, _HEADS + _KV_HEADS, _HEAD)
-    scene.add(Op.ROTARY, [turned, table, position], turned, (1,))
-    for index, cache in enumerate(caches):
-        scene.add(Op.STORE, [part(both, (_HEADS + index * _KV_HEADS) * _HEAD, _KV_HEADS, _HEAD), position], cache)
-    mixed = scene.out(1, _HEADS * _HEAD)
-    query = part(both, 0, _HEADS, _HEAD)
-    scene.add(Op.ATTENTION, [query, *caches, position], part(mixed, 0, _HEADS, _HEAD), (_KV_HEADS, _HEAD**-0.5, 0))
+    query, key, value = (
+        heads(both, first, count)
+        for first, count in ((0, _HEADS), (_HEADS, _KV_HEADS), (_HEADS + _KV_HEADS, _KV_HEADS))
+    )
+    joint = attrs.evolve(query, rows=_HEADS + _KV_HEADS)  # of one token
+    for turned in (query, key) if tokens > 1 else (joint,):
+        scene.add(Op.ROTARY, [turned, table, position], turned, (1,))
+    for new, cache in zip((key, value), caches, strict=True):
+        scene.add(Op.STORE, [new, position], cache)
+    flat = scene.out(1, tokens * _HEADS * _HEAD)
+    mixed = View(flat.buffer, tokens, _HEADS * _HEAD, flat.offset)
+    scene.add(Op.ATTENTION, [query, *caches, position], as_heads(mixed, _HEADS), (_KV_HEADS, _HEAD**-0.5, 0))
     x = add(Op.ADD, [x, add(Op.LINEAR, [mixed], _HIDDEN, (0,), layer=out_layer)], _HIDDEN)
     inner = add(Op.LINEAR, [add(Op.RMS_NORM, [x, norm], _HIDDEN, (1e-6, 1))], 2 * _INNER, (0,), layer=gates)
-    gate = part(inner, 0, 1, _INNER)
+    gate = part(inner, 0, _INNER)
     scene.add(Op.SILU, [gate], gate)
-    scene.add(Op.MULTIPLY, [gate, part(inner, _INNER, 1, _INNER)], gate)
+    scene.add(Op.MULTIPLY, [gate, part(inner, _INNER, _INNER)], gate)
     x = add(Op.ADD, [x, add(Op.LINEAR, [gate], _HIDDEN, (0,), layer=down)], _HIDDEN)
     logits = add(Op.LINEAR, [add(Op.RMS_NORM, [x, norm], _HIDDEN, (1e-6, 0))], TOKENS, (0,), layer=embedding)
-    best = scene.out(1, 1, torch.int64)
-    results.append(scene.add(Op.ARGMAX, [logits], best))
+    if tokens == 1:
+        results.append(scene.add(Op.ARGMAX, [logits], scene.out(1, 1, torch.int64)))
     return numbers, [*results, *caches]

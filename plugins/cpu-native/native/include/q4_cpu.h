@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 10
+#define Q4_CPU_ABI_VERSION 11
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
@@ -253,8 +253,12 @@ int32_t q4_cpu_program_make(const q4_step *steps, int64_t count, int32_t threads
 /* Run every step, in their order, for some rounds, with no more threads than it was made for; the bits are the same for any
  * number. Takes no memory. As many streams as it was made with: none of them may overlap another or a view that a step
  * writes, and of one that is written no round may overlap another but where all are the same. Returns as above; -3 where the program is running already; 1 + the number of a step whose token,
- * position or clock is out of range, before anything is written. */
+ * position or clock is out of range, -4 where the number of tokens is, before anything is written. */
 int32_t q4_cpu_program_run(q4_program *program, int32_t threads, int64_t rounds, const q4_stream *streams);
+/* Let each run be of as many tokens as *tokens says then, from 1 to `most` (2 or more), of which the steps are made: rows of x
+ * and y, and positions, are a multiple of `most`, and those of the first tokens are read and written. Before the first run; steps
+ * are those from Q4_EMBEDDING to Q4_COPY. Returns as q4_cpu_program_make. */
+int32_t q4_cpu_program_tokens(q4_program *program, const int64_t *tokens, int64_t most);
 /* How many rows of x of that step, a packed product, had outliers in the last run. */
 int64_t q4_cpu_program_outlier_rows(const q4_program *program, int64_t step);
 void q4_cpu_program_free(q4_program *program);

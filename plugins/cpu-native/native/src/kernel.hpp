@@ -107,13 +107,20 @@ struct Finish {
     int64_t count;  // rows of the tile that exist
 };
 
-// One head of an attention: softmax(scale · query · keysᵀ) · values, over the given number of keys.
-struct Head {
-    const float *query, *keys, *values;
-    int64_t key_stride, value_stride, columns, count;
+// Some queries to one head of keys and values: softmax(scale · query · keysᵀ) · values, each over keys of its own.
+struct Queries {
+    static constexpr int kMost = 12;
+    struct One {
+        const float* query;
+        float* out;
+        float* scores;       // [end - first]
+        int64_t first, end;  // its keys
+    };
+    int count = 0;
+    One each[kMost];
+    const float *keys, *values;
+    int64_t key_stride, value_stride, columns;
     float scale;
-    float* scores;  // [count]
-    float* out;
 };
 
 // A vector of an operation of spiking networks: one number, or one for each column.
@@ -153,7 +160,7 @@ struct Operations {
     void (*combine)(bool is_sum, const float* a, const float* b, float* y, int64_t count);
     void (*affine)(const float* x, float factor, float addend, float* y, int64_t count);
     void (*softmax)(const float* x, float* y, int64_t count);
-    void (*attend)(const Head&);
+    void (*attend)(const Queries&);
     // The k largest, falling, equals by column, NaN above all; `values` may be NULL where k is 1.
     void (*largest)(const float* x, int64_t count, int64_t k, float* values, int64_t* columns);
     // x = beta · x + gain · i + leak, each rounded; `gain` and `leak` may have no data.

@@ -157,19 +157,22 @@ class Program {
         steps_.push_back(step);
     }
 
-    // streams: address and bytes of each. Returns 0, or 1 + the number of the first step that can't be bound.
-    int bind(int threads, int isa, uintptr_t clock, const std::vector<int64_t>& streams) {
+    // streams: address and bytes of each. tokens: 0, or how many a run is of, at most `most`, of which the steps are. Returns 0, or
+    // 1 + the number of the first step that can't be bound.
+    int bind(int threads, int isa, uintptr_t clock, const std::vector<int64_t>& streams, uintptr_t tokens, int64_t most) {
         for (size_t i = 0; i < steps_.size(); ++i) steps_[i].layer = layers_[i].get(), steps_[i].synapses = synapses_[i].get();
         for (size_t i = 0; i + 1 < streams.size(); i += 2) streams_.push_back({at<void>(static_cast<uintptr_t>(streams[i])), streams[i + 1], 0});
         const int32_t status = q4_cpu_program_make(steps_.data(), static_cast<int64_t>(steps_.size()), threads, isa, at<int64_t>(clock),
                                                    streams_.data(), static_cast<int64_t>(streams_.size()), &program_);
         if (status == -2) throw std::bad_alloc();
         if (status < 0) throw std::invalid_argument("the program was refused");
+        if (status == 0 && tokens && q4_cpu_program_tokens(program_, at<const int64_t>(tokens), most) != 0)
+            throw std::invalid_argument("a step is of no tokens");
         return status;
     }
 
-    // streams: address and step of each, in bytes. Returns 0, or 1 + the number of a step whose token, position or clock is out of
-    // range.
+    // streams: address and step of each, in bytes. Returns 0; 1 + the number of a step whose token, position or clock is out of
+    // range; -4 where the number of tokens is.
     int run(int threads, int64_t rounds, const std::vector<int64_t>& streams) {
         int32_t status = 0;
         if (streams.size() != 2 * streams_.size()) throw std::invalid_argument("the program has another number of streams");
@@ -177,7 +180,7 @@ class Program {
         for (size_t i = 0; i < given.size(); ++i) given[i].data = at<void>(static_cast<uintptr_t>(streams[2 * i])), given[i].step = streams[2 * i + 1];
         ::run(rounds > kShortRounds || work_ > kReleaseWork, [&] { status = q4_cpu_program_run(program_, threads, rounds, given.data()); });
         if (status == -3) throw std::runtime_error("the program is running already");
-        if (status < 0) throw std::invalid_argument("the program was refused");
+        if (status < 0 && status != -4) throw std::invalid_argument("the program was refused");
         return status;
     }
 

@@ -72,15 +72,14 @@ static constexpr int64_t kRounds = 64;
 
 // Copy tokens and positions, so that what is checked is what is used.
 int32_t q4_program::read_indices() {
-    int64_t* to = indices_.data();
     for (size_t i = 0; i < bound_.size(); ++i) {
         const q4::Indices at(bound_[i].step);
         if (at.input < 0) continue;
         const q4_view& v = bound_[i].step.inputs[at.input];
+        int64_t* to = bound_[i].indices;
         std::memcpy(to, v.data, static_cast<size_t>(v.columns) * 8);
         for (int64_t j = 0; j < v.columns; ++j)
             if (to[j] < 0 || to[j] >= at.range) return static_cast<int32_t>(i) + 1;
-        to += v.columns;
     }
     return 0;
 }
@@ -133,7 +132,10 @@ int32_t q4_program::run(int threads, int64_t rounds, const q4_stream* streams) {
     const int32_t me = g_forks.load(std::memory_order_relaxed) + 1;
     int32_t runner = runner_.load();
     if (runner == me || !runner_.compare_exchange_strong(runner, me)) return -3;
-    const int32_t status = take_streams(streams) ? read_indices() : -1;
+    const int64_t tokens = tokens_ ? *tokens_ : 0;
+    const bool has_tokens = !tokens_ || (tokens >= 1 && tokens <= most_tokens_);
+    if (tokens_ && has_tokens) resize(tokens);
+    const int32_t status = !has_tokens ? -4 : take_streams(streams) ? read_indices() : -1;
     if (status == 0) {
         threads = is_shared_ ? std::min(threads, threads_) : 1;
         for (int64_t first = 0; first < rounds; first += kRounds) share(threads, first, std::min(rounds, first + kRounds));
@@ -170,11 +172,11 @@ void q4_program::linear(q4::Linear& l, int me, int team) {
     for (int64_t first = 0; first < l.call.x_rows; first += l.batch) {
         const int64_t count = std::min(l.batch, l.call.x_rows - first);
         const std::vector<Pass>& passes = count == l.batch ? l.passes : l.last;
-        uint8_t* odd = l.is_shared() ? odd_ : &mine.odd;
+        uint8_t* odd = l.is_shared ? odd_ : &mine.odd;
         const Product product{m, l.at, l.call, kernels_, passes.data(), static_cast<int64_t>(passes.size()), count,
                               l.has_panels(kernels_, count), numbers_.data() + first,
-                              Rows(l.at, l.call.family, count, l.is_shared() ? rows_ : mine.rows), odd};
-        if (!l.is_shared()) {
+                              Rows(l.at, l.call.family, count, l.is_shared ? rows_ : mine.rows), odd};
+        if (!l.is_shared) {
             if (!l.has_layout) product.lay_out(0, product.pass_count);
         } else if (!l.has_layout) {
             if (first && team > 1) barrier_.wait(me, team);  // all have finished the rows before
@@ -194,6 +196,34 @@ void q4_program::linear(q4::Linear& l, int me, int team) {
     }
 }
 
+// Queries of one head of keys are taken together. Those of one token are divided as rows are, those of several by turns: the later
+// a token, the more keys it sees.
+void q4_program::attend(const q4::Bound& b, const q4_step& s, int me, int team) {
+    using namespace q4;
+    const q4_view &x = s.inputs[0], &keys = s.inputs[1], &values = s.inputs[2];
+    const auto kv_heads = static_cast<int64_t>(s.numbers[0]), window = static_cast<int64_t>(s.numbers[2]);
+    const int64_t tokens = tokens_of(s), heads = x.rows / tokens, shares = heads / kv_heads, each = tokens * shares;
+    const int64_t room = ceil_div(b.range, 16) * 16;
+    const Range own = tokens == 1 ? part_of(x.rows, me, team) : Range{0, x.rows};
+    int64_t turn = 0;
+    for (int64_t from = own.from, to; from < own.to; from = to) {
+        const int64_t head = from / each;
+        to = std::min({own.to, from + Queries::kMost, (head + 1) * each});
+        if (tokens > 1 && turn++ % team != me) continue;
+        Queries q;
+        q.keys = row<const float>(keys, head * b.range), q.values = row<const float>(values, head * b.range);
+        q.key_stride = keys.stride, q.value_stride = values.stride, q.columns = x.columns, q.scale = static_cast<float>(s.numbers[1]);
+        for (int64_t i = from; i < to; ++i) {
+            const int64_t token = i % each / shares, r = token * heads + head * shares + i % shares, end = b.indices[token] + 1;
+            q.each[q.count] = {row<const float>(x, r), row<float>(s.outputs[0], r),
+                               threads_memory_[static_cast<size_t>(me)].scores + q.count * room,
+                               window ? std::max<int64_t>(0, end - window) : 0, end};
+            ++q.count;
+        }
+        do_.attend(q);
+    }
+}
+
 void q4_program::perform(const q4::Bound& b, int me, int team, int64_t round) {
     using namespace q4;
     q4_step moved;
@@ -206,12 +236,13 @@ void q4_program::perform(const q4::Bound& b, int me, int team, int64_t round) {
     }
     const q4_step& s = b.moves ? moved : b.step;
     const q4_view &x = s.inputs[0], &other = s.inputs[1], &y = s.outputs[0];
-    const bool has_columns = split_of(s) == Split::COLUMNS;
-    const Range rows = has_columns ? Range{0, y.rows} : part_of(x.rows, me, team);
+    const Range rows = b.has_columns ? Range{0, s.op == Q4_STORE ? x.rows : y.rows} : part_of(x.rows, me, team);
+    const int64_t heads = x.rows / tokens_of(s);  // rows of a token
     if (is_spiking(s.op)) return spike(b, s, me, team, round);
-    const Range columns = has_columns ? part_of_columns(y.columns, me, team) : Range{0, y.columns};
+    const Range columns = b.has_columns ? part_of_columns(y.columns, me, team) : Range{0, y.columns};
     const int64_t from = columns.from, width = columns.to - columns.from;
     if (b.linear) return linear(*b.linear, me, team);
+    if (s.op == Q4_ATTENTION) return attend(b, s, me, team);
     if (width <= 0) return;
     for (int64_t r = rows.from; r < rows.to; ++r) {
         const auto* in = row<const float>(x, r);
@@ -238,19 +269,9 @@ void q4_program::perform(const q4::Bound& b, int me, int team, int64_t round) {
                            x.columns, from, columns.to, out);
             break;
         case Q4_ROTARY:
-            turn(in, row<const float>(other, *b.indices), other.columns, x.columns, s.numbers[0] == 1.0, out);
+            turn(in, row<const float>(other, b.indices[r / heads]), other.columns, x.columns, s.numbers[0] == 1.0, out);
             break;
-        case Q4_STORE: std::copy_n(in, x.columns, row<float>(y, r * b.range + *b.indices)); break;
-        case Q4_ATTENTION: {
-            const auto window = static_cast<int64_t>(s.numbers[2]), kv_heads = static_cast<int64_t>(s.numbers[0]);
-            const int64_t first = window ? std::max<int64_t>(0, *b.indices + 1 - window) : 0;
-            const int64_t head = r / (x.rows / kv_heads) * b.range + first;
-            const q4_view& values = s.inputs[2];
-            do_.attend({in, row<const float>(other, head), row<const float>(values, head), other.stride, values.stride, x.columns,
-                        *b.indices + 1 - first, static_cast<float>(s.numbers[1]),
-                        threads_memory_[static_cast<size_t>(me)].scores, out});
-            break;
-        }
+        case Q4_STORE: std::copy_n(in + from, width, row<float>(y, r % heads * b.range + b.indices[r / heads]) + from); break;
         case Q4_ADD:
         case Q4_MULTIPLY:
             do_.combine(s.op == Q4_ADD, in + from, row<const float>(other, other.rows == 1 ? 0 : r) + from, out + from, width);

@@ -22,9 +22,10 @@ struct Linear {
     Pass one;                        // a row that the family can't hold
     int64_t outlier_rows = 0;        // of the last run
     bool has_layout = false;         // the step before has laid the same rows out in the same way
+    const bool is_shared;            // the rows as laid out; one row is laid out by each thread for itself
 
     Linear(const q4_step& s, const Kernels& kernels, int threads)
-        : layer(*s.layer), at(layer.matrix), call(call_of(s)), exact(call) {
+        : layer(*s.layer), at(layer.matrix), call(call_of(s)), exact(call), is_shared(call.x_rows > 1) {
         exact.family = Q4_EXACT;
         batch = std::min(call.x_rows, batch_rows(at, kernels.panel_rows[call.family], threads));
         plan(kernels, batch, passes);
@@ -32,7 +33,23 @@ struct Linear {
         one = {0, 1, kernels.direct(layer.matrix, Q4_EXACT, 1), nullptr};
     }
     bool has_panels(const Kernels& kernels, int64_t count) const { return count >= kernels.panel_from[call.family]; }
-    bool is_shared() const { return call.x_rows > 1; }  // the rows as laid out; one row is laid out by each thread for itself
+    // Let a run be of the first rows of x; takes no memory, of which the most have taken enough.
+    void resize(const Kernels& kernels, int64_t rows) {
+        call.x_rows = exact.x_rows = rows;
+        last.clear();
+        if (rows % batch) plan(kernels, rows % batch, last);
+    }
+    // The most passes that some rows take.
+    void reserve(const Kernels& kernels) {
+        size_t most = 0;
+        for (int64_t rows = 1; rows < batch; ++rows) {
+            last.clear();
+            plan(kernels, rows, last);
+            most = std::max(most, last.size());
+        }
+        last.reserve(most);
+        resize(kernels, call.x_rows);
+    }
 
     // Whether rows that another product laid out are laid out for this one as well.
     bool takes_layout_of(const Linear& other) const {
@@ -87,8 +104,9 @@ struct Bound {
     std::unique_ptr<Linear> linear;
     std::unique_ptr<Sender> sender;
     bool ticks = false;  // its clock is the program's
-    const int64_t* indices = nullptr;
+    int64_t* indices = nullptr;
     int64_t range = 0;      // of the indices
+    bool has_columns = false;  // is divided by columns
     bool waits = false;     // for all others, before it begins
     std::vector<Moving> moving;
     bool moves = false;  // from round to round, in this run
@@ -109,6 +127,7 @@ struct q4_program {
     q4_program(const q4_step* steps, int64_t count, int threads, int64_t* clock, const q4_stream* streams, int64_t stream_count,
                const q4::Kernels& kernels);
     int32_t run(int threads, int64_t rounds, const q4_stream* streams);
+    bool take_tokens(const int64_t* tokens, int64_t most);
     int64_t outlier_rows(int64_t step) const;
 
   private:
@@ -126,11 +145,19 @@ struct q4_program {
     void multiply_spikes(const q4::Bound& b, const q4_step& s, const uint64_t* bits, q4::Range columns, int me, int64_t row);
     q4::Range part_of_columns(int64_t columns, int me, int team) const;
     void linear(q4::Linear& l, int me, int team);
+    void attend(const q4::Bound& b, const q4_step& s, int me, int team);
+    void resize(int64_t tokens);
 
     const q4::Kernels& kernels_;
     const q4::Operations& do_;
     int threads_;
     int64_t* clock_;
+    const int64_t* tokens_ = nullptr;  // of a run
+    int64_t most_tokens_ = 0, sized_ = 0;
+    struct Size {
+        int64_t *value, each;  // of a token
+    };
+    std::vector<Size> sizes_;
     int64_t unit_ = 16;     // columns that one thread has at least: a tile, and a cache line of float32; a word of bits
     bool is_shared_ = false;  // any step is done by more than one thread
     std::vector<q4::Bound> bound_;

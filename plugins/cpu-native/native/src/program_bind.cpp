@@ -73,6 +73,7 @@ q4_program::q4_program(const q4_step* steps, int64_t count, int threads, int64_t
     for (int64_t i = 0; i < count; ++i) {
         Bound b{steps[i], split_of(steps[i]), nullptr};
         if (is_spiking(b.step.op)) unit_ = 64;
+        b.has_columns = b.split == Split::COLUMNS;
         each_view(b.step, [&](bool is_input, int view, const q4_view& v, int element) {
             for (int stream = 0; stream < stream_count; ++stream) {
                 if (!overlap(Span(v, element), span_of(streams[stream]))) continue;
@@ -123,13 +124,14 @@ std::vector<q4::Access> q4_program::accesses(const q4::Bound& b, int64_t round) 
         const bool is_beside = i > 0 && s.op != Q4_ADD && s.op != Q4_MULTIPLY;
         const bool is_norm = s.op == Q4_RMS_NORM || s.op == Q4_LAYER_NORM;
         // All bits are read by each thread; vectors are never written; everything else of neurons is each thread's own.
+        const bool is_spread = s.op == Q4_ATTENTION && tokens_of(s) > 1;  // tokens by turns
         const bool is_whole = is_spiking(s.op) ? s.op == Q4_SPIKES || (s.op == Q4_SEND && i == 0)
-                                               : is_product || is_beside || (is_norm && b.split == Split::COLUMNS);
+                                               : is_product || is_beside || is_spread || (is_norm && b.split == Split::COLUMNS);
         add(s.inputs[i], input_bytes(s, i), false, is_whole, ring_use(s, true, i));
     }
     for (int i = 0; i < s.output_count; ++i)
-        add(s.outputs[i], output_bytes(s, i), true, s.op == Q4_STORE || s.op == Q4_ARGMAX, ring_use(s, false, i));
-    if (b.linear && b.linear->is_shared()) {  // the rows as laid out, which stand for one byte here
+        add(s.outputs[i], output_bytes(s, i), true, s.op == Q4_STORE || s.op == Q4_ARGMAX || (s.op == Q4_ATTENTION && tokens_of(s) > 1), ring_use(s, false, i));
+    if (b.linear && b.linear->is_shared) {  // the rows as laid out, which stand for one byte here
         const q4_view rows{const_cast<Line*>(memory_.data()), 1, 1, 1};
         add(rows, 1, !b.linear->has_layout, true);
     }
@@ -191,14 +193,14 @@ void q4_program::take_memory() {
     bool has_panels = false;
     for (const Bound& b : bound_) {
         const q4_step& s = b.step;
-        if (s.op == Q4_ATTENTION) scores = std::max(scores, lines(s.inputs[1].rows / static_cast<int64_t>(s.numbers[0]) * 4));
+        if (s.op == Q4_ATTENTION) scores = std::max(scores, lines(s.inputs[1].rows / static_cast<int64_t>(s.numbers[0]) * 4) * std::min<int64_t>(Queries::kMost, s.inputs[0].rows));
         const Indices at(s);
         if (at.input >= 0) indices += s.inputs[at.input].columns;
         if (s.op == Q4_SPIKES) spikes = std::max(spikes, lines(b.sender->layer.matrix.columns * static_cast<int64_t>(sizeof(Spike))));
         if (!b.linear) continue;
         const Linear& l = *b.linear;
         const int64_t bytes = std::max(Rows::bytes(l.at, l.call.family, l.batch), Rows::bytes(l.at, l.call.family, 1));
-        if (l.is_shared())
+        if (l.is_shared)
             shared = std::max(shared, lines(bytes)), odd = std::max(odd, lines(l.batch));
         else
             rows = std::max(rows, lines(bytes));
@@ -229,11 +231,52 @@ void q4_program::take_memory() {
     indices_.resize(static_cast<size_t>(indices) + 1);
     numbers_.resize(static_cast<size_t>(numbers));
     for (size_t i = 0; i < numbers_.size(); ++i) numbers_[i] = static_cast<int64_t>(i);
-    const int64_t* place = indices_.data();
+    int64_t* place = indices_.data();
     for (Bound& b : bound_) {
         const Indices at(b.step);
         b.indices = place, b.range = at.range;
         if (at.input >= 0) place += b.step.inputs[at.input].columns;
+    }
+}
+
+bool q4_program::take_tokens(const int64_t* tokens, int64_t most) {
+    using namespace q4;
+    if (!elements_.empty()) return false;
+    std::vector<Size> sizes;
+    const auto add = [&](int64_t& value) {
+        sizes.push_back({&value, value / most});
+        return value % most == 0;
+    };
+    for (Bound& b : bound_) {
+        q4_step& s = b.step;
+        if (s.op > Q4_COPY) return false;
+        for (int i = 0; i < s.input_count; ++i) {
+            const bool is_other = (s.op == Q4_ADD || s.op == Q4_MULTIPLY) && i == 1 && s.inputs[1].rows > 1;
+            if (has_int64_input(s, i) ? !add(s.inputs[i].columns) : (i == 0 || is_other) && !add(s.inputs[i].rows)) return false;
+        }
+        if (s.op != Q4_STORE && !add(s.outputs[0].rows)) return false;
+    }
+    for (Bound& b : bound_)
+        if (b.linear) b.linear->reserve(kernels_);
+    sizes_ = std::move(sizes), tokens_ = tokens, most_tokens_ = sized_ = most;
+    return true;
+}
+
+void q4_program::resize(int64_t tokens) {
+    using namespace q4;
+    if (tokens == sized_) return;
+    for (const Size& size : sizes_) *size.value = size.each * tokens;
+    for (Bound& b : bound_)
+        if (b.linear) b.linear->resize(kernels_, b.step.inputs[0].rows);
+    sized_ = tokens;
+}
+
+extern "C" int32_t q4_cpu_program_tokens(q4_program* program, const int64_t* tokens, int64_t most) {
+    if (!program || !tokens || reinterpret_cast<uintptr_t>(tokens) % 8 || most < 2 || !q4::is_size(most)) return -1;
+    try {
+        return program->take_tokens(tokens, most) ? 0 : -1;
+    } catch (...) {
+        return -2;
     }
 }
 

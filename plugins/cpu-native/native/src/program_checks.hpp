@@ -61,14 +61,26 @@ inline Split split_of(const q4_step& s) {
     case Q4_RMS_NORM:
     case Q4_LAYER_NORM:  // one row is shared by its columns, unless others read it after it is overwritten
         return s.inputs[0].rows == 1 && !is_same(s.inputs[0], s.outputs[0]) ? Split::COLUMNS : Split::ROWS;
+    case Q4_STORE:  // of tokens at one place the last one counts
+        return s.inputs[1].columns == 1 ? Split::ROWS : Split::COLUMNS;
     case Q4_ROTARY:
-    case Q4_STORE:
     case Q4_ATTENTION:
     case Q4_SOFTMAX:
     case Q4_ARGMAX:
     case Q4_TOP_K: return Split::ROWS;
     default: return Split::COLUMNS;
     }
+}
+
+// The input of positions, and how many tokens they are of.
+inline int positions_input(const q4_step& s) {
+    return s.op == Q4_ROTARY ? 2 : s.op == Q4_STORE ? 1 : s.op == Q4_ATTENTION ? 3 : -1;
+}
+inline int64_t tokens_of(const q4_step& s) { return positions_input(s) < 0 ? 1 : s.inputs[positions_input(s)].columns; }
+// Whether x has as many rows for each token as for another.
+inline bool has_positions(const q4_step& s) {
+    const q4_view& v = s.inputs[positions_input(s)];
+    return v.rows == 1 && s.inputs[0].rows % v.columns == 0;
 }
 
 inline bool is_spiking(int32_t op) { return op >= Q4_INTEGRATE && op <= Q4_UNPACK; }
@@ -103,8 +115,7 @@ inline RingUse ring_use(const q4_step& s, bool is_input, int i) {
 }
 
 inline bool has_int64_input(const q4_step& s, int i) {
-    return i == clock_input(s) || (s.op == Q4_EMBEDDING && i == 0) || (s.op == Q4_ROTARY && i == 2) || (s.op == Q4_STORE && i == 1) ||
-           (s.op == Q4_ATTENTION && i == 3);
+    return i == clock_input(s) || (s.op == Q4_EMBEDDING && i == 0) || i == positions_input(s);
 }
 inline bool has_int64_output(const q4_step& s, int i) { return has_bits_output(s, i) || s.op == Q4_ARGMAX || (s.op == Q4_TOP_K && i == 1); }
 
@@ -123,7 +134,7 @@ struct Indices {
             if (has_int64_input(s, i)) input = i;
         if (s.op == Q4_EMBEDDING) range = s.layer ? s.layer->matrix.rows : s.inputs[1].rows;
         if (s.op == Q4_ROTARY) range = s.inputs[1].rows;
-        if (s.op == Q4_STORE) range = s.outputs[0].rows / s.inputs[0].rows;
+        if (s.op == Q4_STORE) range = s.outputs[0].rows / (s.inputs[0].rows / tokens_of(s));
         if (s.op == Q4_ATTENTION) range = s.inputs[1].rows / static_cast<int64_t>(s.numbers[0]);
         if (is_spiking(s.op)) range = kMostRounds;
     }
@@ -169,11 +180,12 @@ inline bool is_embedding(const q4_step& s) {
 
 inline bool is_attention(const q4_step& s) {
     const q4_view &query = s.inputs[0], &keys = s.inputs[1], &values = s.inputs[2], &y = s.outputs[0];
-    if (!has_counts(s, 4, 1, 3) || !is_shape(y, query.rows, query.columns) || !is_shape(s.inputs[3], 1, 1)) return false;
+    if (!has_counts(s, 4, 1, 3) || !is_shape(y, query.rows, query.columns) || !has_positions(s)) return false;
     if (keys.columns != query.columns || !is_shape(values, keys.rows, keys.columns)) return false;
-    if (!is_whole(s.numbers[0], 1, static_cast<double>(query.rows)) || !is_whole(s.numbers[2], 0, 1 << 30)) return false;
+    const int64_t heads = query.rows / tokens_of(s);
+    if (!is_whole(s.numbers[0], 1, static_cast<double>(heads)) || !is_whole(s.numbers[2], 0, 1 << 30)) return false;
     const auto kv_heads = static_cast<int64_t>(s.numbers[0]);
-    return query.rows % kv_heads == 0 && keys.rows % kv_heads == 0 && !std::isnan(s.numbers[1]);
+    return heads % kv_heads == 0 && keys.rows % kv_heads == 0 && !std::isnan(s.numbers[1]);
 }
 
 inline bool is_vector(const q4_view& v, int64_t columns) { return v.rows == 1 && (v.columns == 1 || v.columns == columns); }
@@ -270,9 +282,9 @@ inline bool has_sound_shapes(const q4_step& s) {
                is_shape(s.inputs[2], 1, x.columns) && s.numbers[0] >= 0.0;
     case Q4_ROTARY:
         return has_counts(s, 3, 1, 1) && is_like_x && s.inputs[1].columns <= x.columns && s.inputs[1].columns % 2 == 0 &&
-               is_shape(s.inputs[2], 1, 1) && is_whole(s.numbers[0], 0, 1);
+               has_positions(s) && is_whole(s.numbers[0], 0, 1);
     case Q4_STORE:
-        return has_counts(s, 2, 1, 0) && is_shape(s.inputs[1], 1, 1) && y.columns == x.columns && y.rows % x.rows == 0;
+        return has_counts(s, 2, 1, 0) && has_positions(s) && y.columns == x.columns && y.rows % (x.rows / tokens_of(s)) == 0;
     case Q4_ATTENTION: return is_attention(s);
     case Q4_ADD:
     case Q4_MULTIPLY:

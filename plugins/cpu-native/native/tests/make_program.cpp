@@ -98,7 +98,8 @@ class Maker {
         const auto with = [&](const q4_view& v) { s.inputs[s.input_count++] = v; };
         const auto number = [&](double value) { s.numbers[s.number_count++] = value; };
         const auto gives = [&](int64_t rows, int64_t columns) { s.outputs[0] = output(s, rows, columns); };
-        const auto index = [&](int64_t range) { step.index_input = s.input_count, with(indices(1, range)); };
+        const auto tokens = [&](int64_t most) { return r_.chance(0.6) ? 1 : std::min<int64_t>(most, r_.between(2, 6)); };
+        const auto index = [&](int64_t range, int64_t count) { step.index_input = s.input_count, with(indices(count, range)); };
         switch (s.op) {
         case Q4_EMBEDDING: {
             const int64_t count = height();
@@ -141,27 +142,33 @@ class Maker {
             break;
         }
         case Q4_ROTARY: {
-            s.inputs[0] = input(height(), 2 * r_.between(1, 40) + r_.between(0, 1));
+            const int64_t count = tokens(6);
+            s.inputs[0] = input(count * height(), 2 * r_.between(1, 40) + r_.between(0, 1));
             with(fresh(r_.between(1, 9), 2 * r_.between(1, s.inputs[0].columns / 2)));
-            index(s.inputs[1].rows), number(r_.chance(0.5));
+            index(s.inputs[1].rows, count), number(r_.chance(0.5));
             gives(s.inputs[0].rows, s.inputs[0].columns);
             break;
         }
         case Q4_STORE: {
             s.inputs[0] = any_input();
-            const int64_t capacity = r_.between(1, 20);
-            index(capacity);
-            floats_.push_back(s.outputs[0] = fresh(s.inputs[0].rows * capacity, s.inputs[0].columns));
+            const int64_t capacity = r_.between(1, 20), rows = s.inputs[0].rows;
+            int64_t count = tokens(std::min(rows, capacity));
+            while (rows % count) --count;
+            index(capacity, count);
+            auto* places = static_cast<int64_t*>(s.inputs[1].data);
+            for (int64_t i = 1; i < count; ++i) places[i] = (places[i - 1] + 1) % capacity;  // each row has one token
+            floats_.push_back(s.outputs[0] = fresh(rows / count * capacity, s.inputs[0].columns));
             break;
         }
         case Q4_ATTENTION: {
             const int64_t kv_heads = r_.between(1, 3), shares = r_.between(1, 3), columns = r_.chance(0.5) ? 64 : r_.between(1, 90);
             const int64_t capacity = r_.chance(0.2) ? r_.between(20, 90) : r_.between(1, 20);
-            s.inputs[0] = input(kv_heads * shares, columns);
+            const int64_t count = r_.chance(0.1) ? r_.between(7, 30) : tokens(6);
+            s.inputs[0] = input(count * kv_heads * shares, columns);
             with(input(kv_heads * capacity, columns)), with(fresh(kv_heads * capacity, columns));
-            index(capacity);
+            index(capacity, count);
             number(static_cast<double>(kv_heads)), number(r_.uniform() * 0.3), number(r_.chance(0.5) ? 0.0 : static_cast<double>(r_.between(1, 30)));
-            gives(kv_heads * shares, columns);
+            gives(count * kv_heads * shares, columns);
             break;
         }
         case Q4_TOP_K: {

@@ -55,7 +55,8 @@ double softmax_of(const Row& x, double error, Row& weights) {
 Allowed attention(const q4_step& s, int64_t r, int64_t position) {
     const Row query = doubles(s.inputs[0], r);
     const auto kv_heads = static_cast<int64_t>(s.numbers[0]), window = static_cast<int64_t>(s.numbers[2]);
-    const int64_t capacity = s.inputs[1].rows / kv_heads, head = r / (s.inputs[0].rows / kv_heads) * capacity;
+    const int64_t heads = s.inputs[0].rows / s.inputs[3].columns;
+    const int64_t capacity = s.inputs[1].rows / kv_heads, head = r % heads / (heads / kv_heads) * capacity;
     Row scores;
     double error = 0.0;
     std::vector<Row> values;
@@ -191,6 +192,12 @@ std::string tell(const q4_step& s, int64_t row, size_t column, double got, doubl
     return text;
 }
 
+// Where a row of a cache is that a row of x is stored in.
+int64_t place_of(const q4_step& s, int64_t r) {
+    const int64_t heads = s.inputs[0].rows / s.inputs[1].columns;
+    return r % heads * (s.outputs[0].rows / heads) + static_cast<const int64_t*>(s.inputs[1].data)[r / heads];
+}
+
 // Run one step and compare what it gives with the reference.
 std::string check_step(const Step& step, int32_t isa, const std::vector<Buffer>& buffers) {
     const q4_step& s = step.step;
@@ -216,8 +223,8 @@ std::string check_step(const Step& step, int32_t isa, const std::vector<Buffer>&
             rows.push_back(row);
         }
     } else {
-        for (int64_t r = 0; r < s.outputs[0].rows; ++r)
-            rows.push_back(allowed(s, step.layer, r, indices ? indices[s.op == Q4_EMBEDDING ? r : 0] : 0));
+        const int64_t each = indices ? s.outputs[0].rows / s.inputs[step.index_input].columns : 1;  // rows of a token
+        for (int64_t r = 0; r < s.outputs[0].rows; ++r) rows.push_back(allowed(s, step.layer, r, indices ? indices[r / each] : 0));
     }
     std::vector<std::vector<uint8_t>> before;
     for (const Buffer& b : buffers) before.emplace_back(b.data, b.data + b.bytes);
@@ -241,9 +248,8 @@ std::string check_step(const Step& step, int32_t isa, const std::vector<Buffer>&
                         product.data() + r * s.outputs[0].columns, static_cast<size_t>(s.outputs[0].columns) * 4) != 0)
             return "other bits than q4_cpu_linear in row " + std::to_string(r);
     for (size_t r = 0; r < rows.size(); ++r) {
-        auto place = static_cast<int64_t>(r);
-        if (s.op == Q4_STORE) place = place * (s.outputs[0].rows / s.inputs[0].rows) + indices[0];
-        const Row got = doubles(s.outputs[0], place);
+        const auto own = static_cast<int64_t>(r);
+        const Row got = doubles(s.outputs[0], s.op == Q4_STORE ? place_of(s, own) : own);
         for (size_t c = 0; c < got.size(); ++c) {
             const double wanted = rows[r].value[c], error = rows[r].error[c];
             const bool is_right = error == INFINITY    ? true
@@ -258,7 +264,7 @@ std::string check_step(const Step& step, int32_t isa, const std::vector<Buffer>&
     for (int o = 0; o < s.output_count; ++o) {
         const int64_t size = s.op == Q4_ARGMAX || o == 1 ? 8 : 4, heads = s.op == Q4_STORE ? s.inputs[0].rows : s.outputs[o].rows;
         for (int64_t r = 0; r < heads; ++r) {
-            const int64_t place = s.op == Q4_STORE ? r * (s.outputs[o].rows / heads) + indices[0] : r;
+            const int64_t place = s.op == Q4_STORE ? place_of(s, r) : r;
             auto* from = static_cast<uint8_t*>(s.outputs[o].data) + place * s.outputs[o].stride * size;
             for (size_t b = 0; b < buffers.size(); ++b)
                 if (from >= buffers[b].data && from < buffers[b].data + buffers[b].bytes)

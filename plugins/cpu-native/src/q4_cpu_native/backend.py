@@ -66,7 +66,7 @@ class CpuNative:
         scale_kinds=set(ScaleKind),
         devices={"cpu"},
         dtypes=_TYPES,
-        ops={"linear", "program", "sparse", "spikes"},
+        ops={"linear", "program", "sparse", "tokens", "spikes"},
         precisions={Precision.W4A32, Precision.W4A16, Precision.W4A8, Precision.W4I16},
         features={
             Feature.OFFSET,

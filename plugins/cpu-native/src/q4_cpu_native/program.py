@@ -59,7 +59,9 @@ class NativeRunner:
             for index, item in zip(program.given, given, strict=True)
         ]
         streams = [number for item in given for number in (item.data_ptr(), item.numel() * item.element_size())]
-        if failed := self._native.bind(max(torch.get_num_threads(), os.cpu_count() or 1), isa, clock, streams):
+        number, most = (0, 0) if program.tokens is None else (buffers[program.tokens[0]].data_ptr(), program.tokens[1])
+        threads = max(torch.get_num_threads(), os.cpu_count() or 1)
+        if failed := self._native.bind(threads, isa, clock, streams, number, most):
             why = "views overlap, a delay is longer than its ring, or an earlier step writes a token, position or clock"
             raise _refusal(program.steps[failed - 1], why)
         self._run = self._native.run
@@ -92,10 +94,13 @@ class NativeRunner:
             family = 0
             if step.op is Op.LINEAR:
                 rows = step.inputs[0].rows
-                served = [item for item in layer.segments if item.low <= rows <= (item.high or rows)]
-                if not served:
-                    raise _refusal(step, f"the layer has no path for {rows} rows")
-                family = families[served[0].path.name]
+                least = rows if self._program.tokens is None else rows // self._program.tokens[1]
+                served = [item for item in layer.segments if item.low <= rows and least <= (item.high or rows)]
+                kinds = {families[item.path.name] for item in served}
+                if len(kinds) != 1:
+                    what = "kernels of several precisions for up to" if kinds else "no path for"
+                    raise _refusal(step, f"the layer has {what} {rows} rows")
+                family = kinds.pop()
                 numbers = [float(layer.bias is not None)]
             if layer.bias is not None and step.op is not Op.EMBEDDING:
                 views[4 * inputs : 4 * inputs] = [layer.bias.data_ptr(), 1, call.out_features, call.out_features]
@@ -118,7 +123,8 @@ class NativeRunner:
             Of each step, how many rows of x had outliers in the last round; empty where none had.
 
         Raises:
-            InputError: A token, a position or the clock is out of range. Nothing has been written.
+            InputError: A token, a position, the clock or the number of tokens is out of range. Nothing has been
+                written.
         """
         streams = [
             number
@@ -126,6 +132,10 @@ class NativeRunner:
             for number in (item.data_ptr(), item.stride(0) * size)
         ]
         if failed := self._run(torch.get_num_threads(), rounds, streams):
+            if failed < 0:
+                number, most = self._program.tokens or (0, 0)
+                value = int(self._buffers[number])
+                raise InputError("program", name="tokens", rule=f"from 1 to {most}", value=value)
             step = self._program.steps[failed - 1]
             view = next(view for view, name in step.patterns() if name[0] == "i")
             value = self._buffers[view.buffer][view.offset : view.offset + view.columns].tolist()

@@ -240,10 +240,10 @@ def bind(
             try:
                 runner = backend.bind_program(program, flat, bound)
                 own = [None if step.layer is None else _kind_of(handles[step.layer]) for step in program.steps]
-                has_clock = program.clock is not None
+                facts = program.clock is not None, None if program.tokens is None else program.tokens[1]
                 moving = [[program.buffers[view.buffer].given for view, _ in step.patterns()] for step in program.steps]
                 kinds = zip((step.kind() for step in program.steps), own, map(tuple, moving), strict=True)
-                kind = str(device), has_clock, *kinds
+                kind = str(device), *facts, *kinds
                 reason = _fault(registry, backend, kind, packed, (program, flat, bound))
             except PrepareError as error:
                 reason = "; ".join(map(str, error.reasons))
@@ -263,7 +263,8 @@ def _ops_of(backend: Any, program: Program) -> list[str]:
     """Return what a backend must declare: for operations of spiking networks ``spiking`` will do."""
     ops = {step.op for step in program.steps}
     needed = ["spiking" if ops & SPIKING and "spiking" in backend.capabilities.ops else "program"]
-    return [*needed, "sparse"] if Op.SEND in ops else needed
+    needed += ["sparse"] if Op.SEND in ops else []
+    return [*needed, "tokens"] if program.has_tokens else needed
 
 
 def _refusal(backend: Any, program: Program, layers: Iterable[LayerHandle], device: torch.device) -> str | None:

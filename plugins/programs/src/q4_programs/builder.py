@@ -44,6 +44,7 @@ class ProgramBuilder(Operations):
         self.modules: list[nn.Module] = []
         """Those that have emitted, in order."""
         self._labels = {id(module): label for label, module in model.named_modules()}
+        self._tokens: tuple[Value, int] | None = None
 
     def emit(self, module: nn.Module, *values: Any, **options: Any) -> Any:
         """Make a module emit its operations, and return its result.
@@ -98,6 +99,15 @@ class ProgramBuilder(Operations):
         own: Callable[..., Any] = kind.emit_program  # type: ignore[attr-defined]  # looked up above
         return own
 
+    def of_tokens(self, count: Value, most: int) -> None:
+        """Make the steps those of several tokens.
+
+        Args:
+            count: A bound int64 of one number: how many there are in a run.
+            most: At most, 2 or more, of which the values are.
+        """
+        self._tokens, self.most_tokens = (count, most), most
+
     def keep(self, value: Value) -> Value:
         """Return a value that the caller reads after a run: in memory of its own."""
         view, tensors = value.view, self._tensors
@@ -120,7 +130,8 @@ class ProgramBuilder(Operations):
             InputError, LifecycleError, BackendUnavailableError: As ``bind``.
         """
         sizes = [(layer.out_features, layer.in_features) for layer in self.layers]
-        program = Program(self._buffers, self._steps, sizes)
+        tokens = None if self._tokens is None else (self._tokens[0].view.buffer, self._tokens[1])
+        program = Program(self._buffers, self._steps, sizes, tokens=tokens)
         return bind(program, [self._tensors[index] for index in sorted(self._tensors)], self.layers, name=self.name)
 
 

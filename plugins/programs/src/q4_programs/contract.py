@@ -53,14 +53,16 @@ class Runner(Protocol):
             None, or of each step how many rows of x had outliers, as ``linear`` does.
 
         Raises:
-            InputError: A token, a position or the clock is out of range. Nothing has been written.
+            InputError: A token, a position, the clock or the number of tokens is out of range. Nothing has been
+                written.
         """
         ...
 
 
 class RunsPrograms(Protocol):
-    """The method of a backend that declares the op ``"program"``; and ``"sparse"``, for programs with sparse synapses.
+    """The method of a backend that declares the op ``"program"``.
 
+    It declares ``"sparse"`` as well for programs with sparse synapses, and ``"tokens"`` for those of several tokens.
     One that declares ``"spiking"`` instead of the first is given programs of spiking networks alone.
     """
 

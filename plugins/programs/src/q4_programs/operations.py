@@ -55,6 +55,8 @@ class Operations:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.most_tokens = 1
+        """How many tokens the steps are of, each with its own position."""
         self.layers: list[Q4Linear] = []
         """The packed layers."""
         self._label = ""
@@ -134,9 +136,13 @@ class Operations:
             return None
         return Value(View(one.buffer, one.rows + two.rows, one.columns, one.offset), (one.rows + two.rows, one.columns))
 
-    def number(self, value: Value, index: int) -> Value:
-        """Return one of the numbers of a value: int64 [1]."""
-        return Value(View(value.view.buffer, 1, 1, value.view.offset + index), (1,), is_index=True)
+    def number(self, value: Value, index: int, count: int = 1) -> Value:
+        """Return some of the numbers of a value, one by default: int64 [count]."""
+        return Value(View(value.view.buffer, 1, count, value.view.offset + index), (count,), is_index=True)
+
+    def dense(self, value: Value) -> Value:
+        """Return a value whose rows follow one another: itself, or a copy."""
+        return value if value.is_dense else self.step(Op.COPY, value, out=self.scratch(value.shape))
 
     # -- operations
 

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ALIASES", "IN_PLACE", "LENGTHS", "SPIKING", "WITH_CLOCK", "WORD", "Op", "numbers_rule", "patterns_of"]
+__all__ = [
+    "ALIASES",
+    "IN_PLACE",
+    "LENGTHS",
+    "SPIKING",
+    "WITHOUT_TOKENS",
+    "WITH_CLOCK",
+    "WITH_POSITIONS",
+    "WORD",
+    "Op",
+    "numbers_rule",
+    "patterns_of",
+]
 
 
 class Op(enum.Enum):
@@ -28,14 +40,16 @@ class Op(enum.Enum):
     LAYER_NORM = "layer_norm"
     """x [R, C], weight [1, C], bias [1, C] → the layer norm of each row. ``numbers``: eps."""
     ROTARY = "rotary"
-    """x [heads, C], table [positions, D] of cos then sin of D / 2 pairs, position int64 [1, 1] → x turned, its first D
-    columns. ``numbers``: 1 where the members of a pair are neighbours, 0 where they are D / 2 apart."""
+    """x [T · heads, C], table [positions, D] of cos then sin of D / 2 pairs, positions int64 [1, T] → x turned, its
+    first D columns. ``numbers``: 1 where the members of a pair are neighbours, 0 where they are D / 2 apart. Here and
+    in the next two, the heads of a token follow one another, and those of the next token follow them."""
     STORE = "store"
-    """x [heads, C], position int64 [1, 1] → row ``position`` of each head of a cache [heads · capacity, C]."""
+    """x [T · heads, C], positions int64 [1, T] → row ``position`` of each head of a cache [heads · capacity, C]; of
+    tokens at one position the last one."""
     ATTENTION = "attention"
-    """query [heads, C], keys and values [kv_heads · capacity, C], position int64 [1, 1] → [heads, C]: softmax of the
-    query with the keys 0 … position, times the values. ``numbers``: kv_heads, scale, window (how many of the last keys
-    are seen; 0 for all)."""
+    """query [T · heads, C], keys and values [kv_heads · capacity, C], positions int64 [1, T] → [T · heads, C]: softmax
+    of each query with the keys 0 … its position, times the values. ``numbers``: kv_heads, scale, window (how many of
+    the last keys are seen; 0 for all)."""
     ADD = "add"
     """a [R, C], b [R, C] or [1, C] → a + b."""
     MULTIPLY = "multiply"
@@ -99,9 +113,9 @@ _SHAPES: dict[Op, tuple[str, str, int]] = {
     Op.LINEAR: ("RK NK 1N", "RN", 1),
     Op.RMS_NORM: ("RC 1C", "RC", 2),
     Op.LAYER_NORM: ("RC 1C 1C", "RC", 1),
-    Op.ROTARY: ("RC PD i11", "RC", 1),
-    Op.STORE: ("HC i11", "MC", 0),
-    Op.ATTENTION: ("HC MC MC i11", "HC", 3),
+    Op.ROTARY: ("RC PD i1T", "RC", 1),
+    Op.STORE: ("HC i1T", "MC", 0),
+    Op.ATTENTION: ("HC MC MC i1T", "HC", 3),
     Op.ADD: ("RC BC", "RC", 0),
     Op.MULTIPLY: ("RC BC", "RC", 0),
     Op.AFFINE: ("RC", "RC", 2),
@@ -140,6 +154,10 @@ ALIASES: dict[Op, dict[int, int]] = {Op.INTEGRATE: {0: 0}, Op.FIRE: {1: 0, 2: 4}
 """Outputs that are an input: which one."""
 IN_PLACE = frozenset(Op) - WITH_CLOCK - {Op.EMBEDDING, Op.LINEAR, Op.STORE, Op.ATTENTION, Op.COPY, Op.ARGMAX, Op.TOP_K}
 """Operations of which an output may be an input, exactly."""
+WITH_POSITIONS = frozenset({Op.ROTARY, Op.STORE, Op.ATTENTION})
+"""Operations whose last input is the positions of tokens."""
+WITHOUT_TOKENS = SPIKING | {Op.ARGMAX, Op.TOP_K}
+"""Operations that no program of several tokens has."""
 
 
 def patterns_of(op: Op, inputs: int, outputs: int, *, is_packed: bool, has_bias: bool) -> tuple[list[str], list[str]]:
@@ -182,12 +200,16 @@ def numbers_rule(op: Op, numbers: Sequence[float], sizes: Mapping[str, int], inp
         is_legal, rule = numbers[0] >= 0 and tuple(numbers[1:]) in {(), (0.0,), (1.0,)}, "eps ≥ 0, and 0 or 1"
     elif is_legal and op is Op.ROTARY:
         is_legal = numbers[0] in {0, 1} and sizes["D"] % 2 == 0 and sizes["D"] <= sizes["C"]
-        rule = "0 or 1, and a table of even columns, no more than x has"
+        is_legal = is_legal and sizes["R"] % sizes["T"] == 0
+        rule = "0 or 1, a table of even columns, no more than x has, and as many rows for each position"
     elif is_legal and op is Op.STORE:
-        is_legal, rule = sizes["M"] % sizes["H"] == 0, "with a cache of as many rows for each head"
+        each, rest = divmod(sizes["H"], sizes["T"])
+        is_legal = rest == 0 and sizes["M"] % each == 0
+        rule = "with as many rows for each position, and a cache of as many for each head"
     elif is_legal and op is Op.ATTENTION:
         heads, _, window = numbers
-        is_legal = heads >= 1 and heads.is_integer() and sizes["H"] % heads == 0 and sizes["M"] % heads == 0
+        is_legal = heads >= 1 and heads.is_integer() and sizes["H"] % sizes["T"] == 0
+        is_legal = is_legal and sizes["H"] // sizes["T"] % heads == 0 and sizes["M"] % heads == 0
         is_legal = is_legal and window >= 0 and window.is_integer()
         rule = "kv_heads (a divisor of the heads and of the cache's rows), scale, and a window ≥ 0"
     elif is_legal and op is Op.TOP_K:

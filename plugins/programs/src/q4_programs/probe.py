@@ -6,6 +6,7 @@ one; and where each step is right, so is the whole, with no bound that grows fro
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,7 +14,6 @@ import torch
 
 from q4_programs.contract import BoundLayer
 from q4_programs.ops import SPIKING, Op
-from q4_programs.program import Program
 from q4_programs.sparse import SparseWeight
 from q4core.plugin_api import outside_inference
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from q4_programs.contract import RunsPrograms
-    from q4_programs.program import Step, View
+    from q4_programs.program import Program, Step, View
     from q4core import Prepared
 
 __all__ = ["find_fault"]
@@ -38,6 +38,10 @@ _MOST_ENTRIES = 1 << 18
 """Of synapses in a trial: random numbers make half of all neurons fire, and the reference needs 100 bytes for each."""
 _RARE = 6
 """Random words whose common bits are the spikes of a trial: one in 64 neurons."""
+_FEW_TOKENS = 11
+"""Of a program of several tokens, in the run whose bits are compared."""
+_STRIDES = 7, 11, 13, 1
+"""From one position of a trial to the next: the first that meets all of them."""
 
 
 def find_fault(
@@ -57,45 +61,72 @@ def find_fault(
         layers: Bound.
     """
     with outside_inference(), torch.no_grad():
-        bound = tuple(attrs.evolve(item, is_bound=True, given=None) for item in program.buffers)
-        trial = _Trial(Program(bound, program.steps, program.layers, program.clock))
         layers = [_fewer(layer) for layer in layers]
-        whole, steps = trial.buffers(buffers), trial.buffers(buffers)
-        rounds = 1 if program.clock is None else _ROUNDS
-        given, others = ([_rounds_of(program, index, steps[index], rounds) for index in program.given] for _ in "12")
-        mixed = tuple(attrs.evolve(item, is_bound=item.given is None) for item in program.buffers)
-        program = Program(mixed, program.steps, program.layers, program.clock)
+        bound = tuple(attrs.evolve(item, is_bound=True, given=None) for item in program.buffers)
+        trial = _Trial(attrs.evolve(program, buffers=bound))
+        if program.tokens is None:
+            return _fault(backend, reference, program, trial, buffers, layers)
+        # Of all tokens each kind of step alone, as the rows of products are taken in many ways; of a few the whole.
+        number, most = program.tokens
+        trial.values[number] = most
+        if fault := _fault(backend, reference, program, trial, buffers, layers, is_whole=False):
+            return fault
+        trial.values[number] = min(most, _FEW_TOKENS)
+        return _fault(backend, reference, program, trial, buffers, layers)
+
+
+def _fault(  # noqa: C901, PLR0913  # one branch per comparison
+    backend: RunsPrograms,
+    reference: RunsPrograms,
+    program: Program,
+    trial: _Trial,
+    buffers: Sequence[torch.Tensor],
+    layers: Sequence[BoundLayer],
+    *,
+    is_whole: bool = True,
+) -> str | None:
+    """Return what is wrong in a trial: of each kind of step, and where asked for of the whole."""
+    whole, steps = trial.buffers(buffers), trial.buffers(buffers)
+    rounds = 1 if program.clock is None else _ROUNDS
+    given, others = ([_rounds_of(program, index, steps[index], rounds) for index in program.given] for _ in "12")
+    mixed = tuple(attrs.evolve(item, is_bound=item.given is None) for item in program.buffers)
+    program = attrs.evolve(program, buffers=mixed)
+    if is_whole:
         backend.bind_program(program, whole, layers)(*((rounds, given) if given else (rounds,) if rounds > 1 else ()))
-        seen: set[object] = set()
-        for number in range(rounds):
-            rows = [item[number % len(item)] for item in others]
-            _move(steps, program.given, rows)
-            for index, step in enumerate(program.steps):
-                one = Program(bound, (step,), program.layers)
-                parts = trial.parts(step, step.inputs, steps)
-                inputs = [part.clone() for part in parts] if step.op not in SPIKING else []
-                outputs = [*trial.parts(step, step.outputs, steps)]
-                before = [output.clone() for output in outputs]
-                kind = number, step.kind(), None if step.layer is None else _layout(layers[step.layer].prepared)
-                expected = before
-                if kind not in seen:
-                    reference.bind_program(one, steps, layers)()
-                    expected = [output.clone() for output in outputs]
-                    for output, old in zip(outputs, before, strict=True):
-                        output.copy_(old)
-                backend.bind_program(one, steps, layers)()
-                where = f"step {index}, {step.op.value} {step.label}".rstrip()
-                if kind not in seen and (wrong := _compare(step, inputs, outputs, expected)) is not None:
-                    return f"{where}: {wrong}"
-                seen.add(kind)
-            _move(rows, range(len(rows)), [steps[index] for index in program.given])
-            if program.clock is not None:
-                steps[program.clock] += 1
-        pairs = zip(program.given, given, others, strict=True)
-        if odd := [program.buffers[index].name for index, *both in pairs if not bool(_same(*both).all())]:
-            return f"buffer {odd[0]!r}: other bits where it is given than where it is bound"
-        _move(whole, program.given, [item[-1] for item in others])
-        return _difference(program, trial, whole, steps)
+    seen: set[object] = set()
+    for number in range(rounds):
+        rows = [item[number % len(item)] for item in others]
+        _move(steps, program.given, rows)
+        for index, step in enumerate(program.steps):
+            kind = number, step.kind(), None if step.layer is None else _layout(layers[step.layer].prepared)
+            if kind in seen and not is_whole:
+                continue
+            one = attrs.evolve(trial.program, steps=(step,), clock=None)
+            parts = trial.parts(step, step.inputs, steps)
+            inputs = [part.clone() for part in parts] if step.op not in SPIKING else []
+            outputs = [*trial.parts(step, step.outputs, steps)]
+            before = [output.clone() for output in outputs]
+            expected = before
+            if kind not in seen:
+                reference.bind_program(one, steps, layers)()
+                expected = [output.clone() for output in outputs]
+                for output, old in zip(outputs, before, strict=True):
+                    output.copy_(old)
+            backend.bind_program(one, steps, layers)()
+            where = f"step {index}, {step.op.value} {step.label}".rstrip()
+            if kind not in seen and (wrong := _compare(step, inputs, outputs, expected)) is not None:
+                return f"{where}: {wrong}"
+            seen.add(kind)
+        _move(rows, range(len(rows)), [steps[index] for index in program.given])
+        if program.clock is not None:
+            steps[program.clock] += 1
+    if not is_whole:
+        return None
+    pairs = zip(program.given, given, others, strict=True)
+    if odd := [program.buffers[index].name for index, *both in pairs if not bool(_same(*both).all())]:
+        return f"buffer {odd[0]!r}: other bits where it is given than where it is bound"
+    _move(whole, program.given, [item[-1] for item in others])
+    return _difference(program, trial, whole, steps)
 
 
 def _difference(
@@ -129,8 +160,10 @@ class _Trial:
     """Buffers for a trial: parameters as they are, numbers in range, and random values in the place of the rest."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self.program = program
         self._limits: dict[int, int] = {}
+        self.values: dict[int, int] = {}
+        """Numbers of buffers that hold one."""
         self._parameters = set(range(len(program.buffers)))
         positions = _LEAST_POSITIONS
         for step in program.steps:
@@ -139,12 +172,12 @@ class _Trial:
                 if place >= len(step.inputs):
                     continue
                 if name[0] == "i":
-                    limit = self._program.limit(step)
+                    limit = self.program.limit(step)
                     self._limits[view.buffer] = min(limit, self._limits.get(view.buffer, limit))
                 elif step.op not in _PARAMETERS or place == 0:
                     self._parameters.discard(view.buffer)
             if step.op is Op.ATTENTION:
-                positions = max(positions, int(step.numbers[2]) + 3)
+                positions = max(positions, int(step.numbers[2]) + 3, step.inputs[3].columns + 3)
         self._positions = positions
 
     def parts(self, step: Step, views: Sequence[View], buffers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -153,7 +186,7 @@ class _Trial:
         for view in views:
             tensor = view.of(buffers[view.buffer])
             if names[view][0] == "M":
-                capacity = self._program.limit(step)
+                capacity = self.program.limit(step)
                 tensor = tensor.unflatten(0, (-1, capacity))[:, : min(capacity, self._positions)]
             yield tensor
 
@@ -161,13 +194,16 @@ class _Trial:
         """Return buffers, the same each time; memory that no step touches is not, either."""
         made = [
             tensor if index in self._parameters and item.dtype is torch.float32 else torch.zeros_like(tensor)
-            for index, (item, tensor) in enumerate(zip(self._program.buffers, given, strict=True))
+            for index, (item, tensor) in enumerate(zip(self.program.buffers, given, strict=True))
         ]
         random = torch.Generator().manual_seed(0)
         for index, limit in self._limits.items():
             used = min(limit, self._positions)
-            made[index].copy_((torch.arange(made[index].numel()) * 7 + used - 1) % used)
-        for step in self._program.steps:
+            stride = next(stride for stride in _STRIDES if math.gcd(stride, used) == 1)
+            made[index].copy_((torch.arange(made[index].numel()) * stride + used - 1) % used)
+        for index, value in self.values.items():
+            made[index].fill_(value)
+        for step in self.program.steps:
             names = [name for _, name in step.patterns()]
             for view, name, part in zip(step.inputs, names, self.parts(step, step.inputs, made), strict=False):
                 if name[0] == "b":

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from q4_programs.ops import ALIASES, IN_PLACE, LENGTHS, WITH_CLOCK, Op, numbers_rule, patterns_of
+from q4_programs.ops import (
+    ALIASES,
+    IN_PLACE,
+    LENGTHS,
+    WITH_CLOCK,
+    WITH_POSITIONS,
+    WITHOUT_TOKENS,
+    Op,
+    numbers_rule,
+    patterns_of,
+)
 from q4core import ConfigError
 
 if TYPE_CHECKING:
@@ -150,6 +160,28 @@ class Step:
         ]
         return self.op, self.numbers, *sizes
 
+    def of_tokens(self, count: int, most: int, first: int = 0) -> Step:
+        """Return the step of a program of ``most`` tokens, as it is for ``count`` of them from ``first`` on.
+
+        Raises:
+            ConfigError: It is no step of tokens, or its rows are no multiple of them.
+        """
+        what = f"program step of {most} tokens, {self.op.value} {self.label}".rstrip()
+        _require(self.op not in WITHOUT_TOKENS, what, "op", "one of tokens", self.op.value)
+        views = []
+        for view, name in self.patterns():
+            is_index = name[0] == "i"
+            letter, size = (name[-1], view.columns) if is_index else (name[-2], view.rows)
+            scales = letter in {"R", "H", "T"} or (letter == "B" and size > 1)
+            _require(not scales or size % most == 0, what, "rows", f"a multiple of {most}", size)
+            if scales:
+                each, stride = size // most, 1 if is_index else view.stride
+                place = {"offset": view.offset + first * each * stride, "columns" if is_index else "rows": each * count}
+                view = attrs.evolve(view, **place)  # noqa: PLW2901  # its part
+            views.append(view)
+        inputs = len(self.inputs)
+        return attrs.evolve(self, inputs=views[:inputs], outputs=views[inputs:])
+
 
 @attrs.frozen
 class Program:
@@ -160,6 +192,9 @@ class Program:
         steps: Operations, in order.
         layers: (out_features, in_features) of each packed layer; (targets, sources) of synapses.
         clock: Index of a bound int64 buffer of one number, which is one more after each round; no step may write it.
+        tokens: None, or the index of such a buffer and the number of tokens, 2 or more, that the steps are of: rows and
+            positions are a multiple of it. A run is of as many tokens as the buffer says, from 1 on, and reads and
+            writes the rows of the first ones alone.
 
     Raises:
         ConfigError: A step does not fit; the message names it.
@@ -169,6 +204,7 @@ class Program:
     steps: tuple[Step, ...] = attrs.field(converter=_tuple)
     layers: tuple[tuple[int, int], ...] = attrs.field(default=(), converter=_tuple)
     clock: int | None = None
+    tokens: tuple[int, int] | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check every view and every step."""
@@ -185,12 +221,26 @@ class Program:
             moved = [self.buffers[buffer].name for buffer in fixed if self.buffers[buffer].given]
             _require(not moved, what, "views", "of bound or scratch memory: no given one", moved)
         if self.clock is not None:
-            is_there = _is_count(self.clock, 0) and self.clock < len(self.buffers)
-            facts = is_there and (buffer := self.buffers[self.clock]).is_bound and buffer.size == 1
-            facts = facts and buffer.dtype is torch.int64
-            _require(facts, "program", "clock", "a bound int64 buffer of one number", self.clock)
-            written = any(view.buffer == self.clock for step in self.steps for view in step.outputs)
-            _require(not written, "program", "clock", "written by no step", self.clock)
+            self._check_number("clock", self.clock)
+        if self.tokens is not None:
+            number, most = self.tokens
+            self._check_number("tokens", number)
+            _require(_is_count(most, 2) and self.clock is None, "program", "tokens", "2 or more, without a clock", most)
+            for step in self.steps:
+                step.of_tokens(1, most)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether steps are of several tokens, at places of their own."""
+        return self.tokens is not None or any(
+            step.op in WITH_POSITIONS and step.inputs[-1].columns > 1 for step in self.steps
+        )
+
+    def by_token(self, count: int) -> Program:
+        """Return a program that runs each step of this one for the first tokens, one after another."""
+        most = 1 if self.tokens is None else self.tokens[1]
+        steps = [step.of_tokens(1, most, token) for step in self.steps for token in range(count)]
+        return attrs.evolve(self, steps=steps, tokens=None)
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -209,8 +259,16 @@ class Program:
         if step.op is Op.EMBEDDING and step.layer is not None:
             return self.layers[step.layer][0]
         if step.op is Op.STORE:
-            return step.outputs[0].rows // step.inputs[0].rows
+            return step.outputs[0].rows // (step.inputs[0].rows // step.inputs[1].columns)
         return step.inputs[1].rows // (int(step.numbers[0]) if step.op is Op.ATTENTION else 1)
+
+    def _check_number(self, name: str, index: int) -> None:
+        is_there = _is_count(index, 0) and index < len(self.buffers)
+        facts = is_there and (buffer := self.buffers[index]).is_bound and buffer.size == 1
+        facts = facts and buffer.dtype is torch.int64
+        _require(facts, "program", name, "a bound int64 buffer of one number", index)
+        written = any(view.buffer == index for step in self.steps for view in step.outputs)
+        _require(not written, "program", name, "written by no step", index)
 
     def _check(self, step: Step, what: str) -> None:
         sizes = {"1": 1}

@@ -51,6 +51,8 @@ class Reference:
         """
         if buffers[0].device.type not in {"cpu", "cuda"}:
             raise PrepareError([Reason(ReasonCode.DEVICE, f"the reference does not run on {buffers[0].device.type}")])
+        if program.tokens is not None:
+            return _OfTokens(self, program, buffers, layers)
         parts: list[Part] = []
         limits: list[tuple[torch.Tensor, int, str]] = []
         written: set[int] = set()
@@ -76,6 +78,30 @@ class Reference:
         places = [(buffers[i], program.buffers[i].given == "round", i in written) for i in program.given]
         run = functools.partial(_run, limits, parts, clock=clock)
         return functools.partial(_run_given, run, places)
+
+
+class _OfTokens:
+    """What runs a program of several tokens, each step token by token: of many rows torch may sum in another order.
+
+    Bound anew for another number of tokens than in the last run.
+    """
+
+    def __init__(
+        self, reference: Reference, program: Program, buffers: Sequence[torch.Tensor], layers: Sequence[BoundLayer]
+    ) -> None:
+        self._bind = functools.partial(reference.bind_program, buffers=buffers, layers=layers)
+        self._program, (number, self._most) = program, program.tokens or (0, 0)
+        self._count = buffers[number]
+        self._runner: tuple[int, Runner] | None = None
+
+    def __call__(self, rounds: int = 1) -> None:
+        """Run the steps for the tokens that there are."""
+        count = int(self._count)
+        if not 1 <= count <= self._most:
+            raise InputError("program", name="tokens", rule=f"from 1 to {self._most}", value=count)
+        if self._runner is None or self._runner[0] != count:
+            self._runner = count, self._bind(self._program.by_token(count))
+        self._runner[1](rounds)
 
 
 REFERENCE = Reference()
@@ -164,10 +190,19 @@ def _part(  # noqa: C901, PLR0911, PLR0912  # one case per operation
     if op is Op.ROTARY:
         return functools.partial(_turn, x, inputs[1], inputs[2][0], out, interleaved=numbers[0] == 1)
     if op is Op.STORE:
-        cache = out.unflatten(0, (len(x), -1))
-        return lambda: cache.index_copy_(1, inputs[1][0], x[:, None])
+        return functools.partial(_store, x, inputs[1][0], out)
     if op is Op.ATTENTION:
-        return functools.partial(_attend, x, inputs[1:], out, numbers, in_graph=x.is_cuda)
+        each = x.unflatten(0, (inputs[3].shape[1], -1))  # [T, heads, C]
+        mixed = out.unflatten(0, each.shape[:2])
+        places = inputs[3].split(1, 1)
+        attend = functools.partial(_attend, numbers=numbers, in_graph=x.is_cuda)
+        tokens = [(query, (*inputs[1:3], place), to) for query, place, to in zip(each, places, mixed, strict=True)]
+
+        def attend_all() -> None:
+            for token in tokens:
+                attend(*token)
+
+        return attend_all
     if op is Op.ARGMAX:
         return lambda: out.copy_(x.argmax(-1)[None])
     if op is Op.TOP_K:
@@ -175,11 +210,20 @@ def _part(  # noqa: C901, PLR0911, PLR0912  # one case per operation
     return functools.partial(out.copy_, x)
 
 
+def _store(x: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the heads of each token to its position in a cache, token by token."""
+    each = x.unflatten(0, (len(positions), -1))
+    cache = out.unflatten(0, (each.shape[1], -1))
+    for heads, position in zip(each, positions[:, None], strict=True):
+        cache.index_copy_(1, position, heads[:, None])
+
+
 def _turn(
-    x: torch.Tensor, table: torch.Tensor, position: torch.Tensor, out: torch.Tensor, *, interleaved: bool
+    x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, *, interleaved: bool
 ) -> None:
-    """Rotate the first columns of x by the angles of a position."""
-    cos, sin = table.index_select(0, position).chunk(2, -1)
+    """Rotate the first columns of x by the angles of the positions."""
+    angles = table.index_select(0, positions).repeat_interleave(len(x) // len(positions), 0)
+    cos, sin = angles.chunk(2, -1)
     width = table.shape[1]
     turned = x[:, :width]
     first, second = (turned[:, ::2], turned[:, 1::2]) if interleaved else turned.chunk(2, -1)
