@@ -16,7 +16,7 @@ import torch
 
 import q4core as q4
 from q4_lm import Generation, LanguageModel, Sampler, build_transformer
-from q4_lm.generation.decoding import DecodingProgram, decoding_program
+from q4_lm.generation.decoding import LEAST_PROMPT, DecodingProgram, decoding_program, prompt_program
 from q4_nn import RopeScaling, pack_, to_ste_
 
 if TYPE_CHECKING:
@@ -90,6 +90,62 @@ def test_tokens_give_the_logits_of_one_pass(name: str, packed: bool) -> None:  #
     following = torch.tensor([[17]])  # what the program left in the cache, windows as well, the modules go on from
     with torch.inference_mode():
         assert torch.allclose(decoder(following, cache), decoder(following, expected), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_prompts_have_the_bits_of_their_tokens(name: str) -> None:
+    """Chunks of any length give the logits, keys and values of one token at a time, and go on after these."""
+    decoder = build(packed=True, **OPTIONS[name])
+    alone, chunked = decoder.make_cache(60), decoder.make_cache(60)
+    one, many = program_of(decoder, alone), prompt_program(decoder, chunked)
+    assert many is not None
+    for part in (TOKENS, TOKENS[:1], TOKENS[3:8], TOKENS[::-1], TOKENS[:3]):
+        for token in part:
+            expected = one(token, alone)
+        assert torch.equal(many(part, chunked), expected)
+        assert many.best() == int(expected.argmax())
+        assert chunked.length == alone.length
+    assert torch.equal(chunked.keys[:, :, :, : alone.length], alone.keys[:, :, :, : alone.length])
+    decoded = program_of(decoder, chunked)
+    assert torch.equal(decoded(7, chunked), one(7, alone))
+
+
+def test_a_prompt_makes_no_tensor_of_numbers(tiny_llama: Path) -> None:
+    """What a chunk writes is memory that it had before: the logits stay where they are."""
+    with LanguageModel.open(tiny_llama, CONFIG) as model:
+        cache = model.decoder.make_cache(48)
+        program = prompt_program(model.decoder, cache)
+        assert program is not None
+        places = {program([1, 2, 3], cache).data_ptr() for _ in range(4)}
+        assert len(places) == 1
+        assert prompt_program(model.decoder, cache) is program
+
+
+@pytest.mark.parametrize("token", [-1, 2**40])
+def test_a_prompt_with_a_token_outside_the_vocabulary(token: int, tiny_llama: Path) -> None:
+    """Nothing is written, not even a chunk before it."""
+    with LanguageModel.open(tiny_llama, CONFIG) as model:
+        cache = model.decoder.make_cache(48)
+        program = prompt_program(model.decoder, cache)
+        assert program is not None
+        with pytest.raises(q4.InputError, match="tokens must be from 0 to"):
+            program([1] * 20 + [token], cache)
+        with pytest.raises(q4.InputError, match="at most 48 more"):
+            program([1] * 49, cache)
+        assert cache.length == 0
+        assert not cache.keys.any()
+
+
+def test_a_generation_reads_a_long_prompt_by_a_program(tiny_llama: Path) -> None:
+    """The report counts its runs, and the tokens are those of a short prompt's way."""
+    with LanguageModel.open(tiny_llama, CONFIG) as model:
+        prompt = [1, *range(3, 3 + LEAST_PROMPT)]
+        found = list(Generation(model.decoder, prompt, 8))
+        programs = {item["name"]: item["calls"] for item in model.session.report().to_dict()["programs"]}
+        assert programs["prompt TransformerDecoder"] == programs["prompt TransformerDecoder, head"] == 1
+        cache = model.decoder.make_cache(48)
+        list(Generation(model.decoder, prompt[:20], 1, cache=cache))
+        assert list(Generation(model.decoder, prompt[20:], 8, cache=cache)) == found
 
 
 def test_programs_are_made_once_for_a_cache(tiny_llama: Path) -> None:

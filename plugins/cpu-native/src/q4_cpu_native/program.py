@@ -133,9 +133,9 @@ class NativeRunner:
         ]
         if failed := self._run(torch.get_num_threads(), rounds, streams):
             if failed < 0:
-                number, most = self._program.tokens or (0, 0)
-                value = int(self._buffers[number])
-                raise InputError("program", name="tokens", rule=f"from 1 to {most}", value=value)
+                buffer, most = self._program.tokens or (0, 0)
+                count = int(self._buffers[buffer])
+                raise InputError("program", name="tokens", rule=f"from 1 to {most}", value=count)
             step = self._program.steps[failed - 1]
             view = next(view for view, name in step.patterns() if name[0] == "i")
             value = self._buffers[view.buffer][view.offset : view.offset + view.columns].tolist()

@@ -225,7 +225,8 @@ class Program:
         if self.tokens is not None:
             number, most = self.tokens
             self._check_number("tokens", number)
-            _require(_is_count(most, 2) and self.clock is None, "program", "tokens", "2 or more, without a clock", most)
+            is_legal = _is_count(most, 2) and self.clock is None and not self.given
+            _require(is_legal, "program", "tokens", "2 or more, without a clock or given buffers", most)
             for step in self.steps:
                 step.of_tokens(1, most)
 

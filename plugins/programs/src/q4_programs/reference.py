@@ -94,7 +94,7 @@ class _OfTokens:
         self._count = buffers[number]
         self._runner: tuple[int, Runner] | None = None
 
-    def __call__(self, rounds: int = 1) -> None:
+    def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = ()) -> None:  # noqa: ARG002  # has none
         """Run the steps for the tokens that there are."""
         count = int(self._count)
         if not 1 <= count <= self._most:

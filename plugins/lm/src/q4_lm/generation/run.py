@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from q4_lm.generation.decoding import decoding_program
+from q4_lm.generation.decoding import LEAST_PROMPT, decoding_program, prompt_program
 from q4_lm.generation.sampling import Sampler
 from q4core import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from q4_lm.generation.decoding import DecodingProgram
+    from q4_lm.generation.decoding import DecodingProgram, PromptProgram
     from q4_lm.models.transformer import TransformerDecoder
     from q4_nn.blocks.cache import KVCache
 
@@ -101,13 +101,23 @@ class Generation:
             logits: torch.Tensor = self.decoder(batch, cache, last_only=True)[0, -1]
         return logits
 
+    def _first(self, cache: KVCache) -> int:
+        """Return the token after the prompt."""
+        if len(self.prompt) >= LEAST_PROMPT and (prefill := prompt_program(self.decoder, cache)) is not None:
+            return self._choose(prefill(self.prompt, cache), prefill)
+        return self.sampler(self._logits(self.prompt, cache))
+
+    def _choose(self, logits: torch.Tensor, program: DecodingProgram | PromptProgram) -> int:
+        known = (program.best(),) if isinstance(self.sampler, Sampler) else ()  # else any function of logits
+        return self.sampler(logits, *known)
+
     def __iter__(self) -> Iterator[int]:
         """Yield the new tokens one by one."""
         cache = self.cache
         if cache is None or self.stop_reason is not None or self.tokens:
             raise InputError("generation", name="iteration", rule="done once", value=self.stop_reason)
         start = self.clock()
-        token = self.sampler(self._logits(self.prompt, cache))
+        token = self._first(cache)
         self.prefill_seconds = self.clock() - start
         program: DecodingProgram | None = None
         while True:
@@ -129,8 +139,6 @@ class Generation:
             if program is None:
                 token = self.sampler(self._logits((token,), cache))
             else:
-                logits = program(token, cache)
-                known = (program.best(),) if isinstance(self.sampler, Sampler) else ()  # else any function of logits
-                token = self.sampler(logits, *known)
+                token = self._choose(program(token, cache), program)
             self.decode_seconds += self.clock() - start
             self.decode_steps += 1

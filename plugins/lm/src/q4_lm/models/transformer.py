@@ -108,7 +108,7 @@ class TransformerBlock(nn.Module):
         return self._add(x, self.mlp(y), self.post_feedforward_layernorm)
 
     def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | None = None) -> Value:
-        """Emit one token of one sequence, after those of a cache."""
+        """Emit tokens of one sequence, after those of a cache."""
         y = x if self.input_layernorm is None else builder.emit(self.input_layernorm, x)
         x = self._emit_add(builder, x, builder.emit(self.self_attn, y, cache=cache), self.post_attention_layernorm)
         y = x if self.pre_feedforward_layernorm is None else builder.emit(self.pre_feedforward_layernorm, x)
@@ -272,10 +272,21 @@ class TransformerDecoder(_Transformer):
             device=self.device,
         )
 
-    def emit_program(self, builder: ProgramBuilder, tokens: Value, *, cache: CachePlaces | None = None) -> Value:
-        """Emit the logits [1, vocabulary] of one token [1] of one sequence, after those of a cache."""
+    def emit_program(
+        self, builder: ProgramBuilder, tokens: Value, *, cache: CachePlaces | None = None, part: str = "all"
+    ) -> Value:
+        """Emit the logits [T, vocabulary] of tokens [T] of one sequence, after those of a cache.
+
+        Args:
+            builder: Collects.
+            tokens: Their numbers; for the head what the body gave.
+            cache: Where their keys and values go.
+            part: ``"body"`` for what the last block gives, [T, hidden], ``"head"`` for the logits of that.
+        """
+        if part == "head":
+            return self._emit_head(builder, tokens)
         if cache is None:
-            builder.refuse("a decoder is emitted for one token at a time, over a cache")
+            builder.refuse("a decoder is emitted for tokens of one sequence, over a cache")
         x: Value = builder.emit(self.embed_tokens, tokens)
         if self.config.embedding_scale != 1.0:
             x = builder.step(Op.AFFINE, x, numbers=(self.config.embedding_scale, 0))
@@ -283,6 +294,9 @@ class TransformerDecoder(_Transformer):
             x = builder.step(Op.ADD, x, builder.emit(self.embed_positions, cache.position))
         for block in self.layers:
             x = builder.emit(block, x, cache=cache)
+        return x if part == "body" else self._emit_head(builder, x)
+
+    def _emit_head(self, builder: ProgramBuilder, x: Value) -> Value:
         logits: Value = builder.emit(self.lm_head, x if self.norm is None else builder.emit(self.norm, x))
         scale, cap = self.config.logit_scale, self.config.final_logit_softcapping
         if scale != 1.0:

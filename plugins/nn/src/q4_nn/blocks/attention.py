@@ -288,19 +288,22 @@ class MultiHeadAttention(nn.Module):
         return y
 
     def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | None = None) -> Value:
-        """Emit one token of one sequence, after those of a cache."""
+        """Emit the tokens of one sequence that the builder has steps for, after those of a cache."""
         if cache is None or not self.causal:
-            builder.refuse("attention is emitted for one token at a time, over a cache")
+            builder.refuse("attention is emitted for tokens of one sequence, over a cache")
         if self.cap is not None or self.sinks is not None:
             builder.refuse("attention with capped scores or sinks is no operation of a program")
         query, key, value = emit_project(self, "qkv_proj", builder, x)
-        shapes = [(part.shape[-1] // self.head_dim, self.head_dim) for part in (query, key, value)]
+        rows = [part.shape[-1] // self.head_dim * builder.most_tokens for part in (query, key, value)]
+        shapes = [(count, self.head_dim) for count in rows]
         if self.q_norm is not None and self.k_norm is not None and not self.norm_heads:
             query, key = builder.emit(self.q_norm, query), builder.emit(self.k_norm, key)
-        query, key, value = map(builder.reshape, (query, key, value), shapes)
+        query, key, value = map(builder.reshape, map(builder.dense, (query, key, value)), shapes)
         if self.q_norm is not None and self.k_norm is not None and self.norm_heads:
             query, key = builder.emit(self.q_norm, query), builder.emit(self.k_norm, key)
-        if self.rotary is not None and (both := builder.joined_rows(query, key)) is not None:
+        # Of one token, whose queries and keys are rows side by side.
+        both = builder.joined_rows(query, key) if builder.most_tokens == 1 else None
+        if self.rotary is not None and both is not None:
             both = builder.emit(self.rotary, both, cache=cache)
             query, key = builder.rows(both, 0, shapes[0][0]), builder.rows(both, *(count for count, _ in shapes[:2]))
         elif self.rotary is not None:
@@ -311,7 +314,7 @@ class MultiHeadAttention(nn.Module):
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         numbers = (self.num_kv_heads, scale, self.window or 0)
         mixed = builder.step(Op.ATTENTION, query, keys, values, place, numbers=numbers)
-        y: Value = builder.emit(self.o_proj, builder.reshape(mixed, (*x.shape[:-1], mixed.shape[0] * self.head_dim)))
+        y: Value = builder.emit(self.o_proj, builder.reshape(mixed, (*x.shape[:-1], self.num_heads * self.head_dim)))
         return y
 
     @staticmethod

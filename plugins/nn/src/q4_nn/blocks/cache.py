@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CachePlaces", "KVCache"]
 
-_BOUND = frozenset({"_rows", "keys", "values", "program"})
+_BOUND = frozenset({"_rows", "keys", "values", "programs"})
 """Attributes of a cache that ``_bind`` makes of the others."""
 
 
@@ -26,7 +26,8 @@ class CachePlaces:
     Args:
         builder: Collects.
         cache: Of one sequence.
-        numbers: int64: the token, then what ``KVCache.next_places`` returns.
+        numbers: int64: as many tokens as the builder has steps for, then the positions of each, then their places in
+            each window, in the order of ``KVCache.next_places``.
     """
 
     def __init__(self, builder: ProgramBuilder, cache: KVCache, numbers: Value) -> None:
@@ -35,16 +36,18 @@ class CachePlaces:
         self.capacity = cache.capacity
         self._builder, self._cache = builder, cache
         self._numbers = numbers
-        self.position = builder.number(numbers, 1)
+        self._count = count = builder.most_tokens
+        self.tokens = builder.number(numbers, 0, count)
+        self.position = builder.number(numbers, count, count)
 
     def of(self, layer: int) -> tuple[Value, Value, Value]:
-        """Return keys and values [heads · room, head_dim] of a layer, and the place of the next position in them."""
+        """Return keys and values [heads · room, head_dim] of a layer, and the places of the next positions in them."""
         builder, entries, row, place = self._builder, *self._cache.entries_of(layer)
         whole = builder.bound(entries, "keys and values")
         room = math.prod(entries.shape[-4:-1])
         layers = math.prod(entries.shape[1:-4])
         keys, values = (builder.rows(whole, (part * layers + row) * room, room) for part in (0, 1))
-        return keys, values, builder.number(self._numbers, 1 + place)
+        return keys, values, builder.number(self._numbers, (1 + place) * self._count, self._count)
 
 
 class _Window:
@@ -79,12 +82,17 @@ class _Window:
         self.entries[..., held : held + count, :] = new
         return self.entries[..., held - retained : held + count, :]
 
-    def place(self, length: int) -> int:
-        """Return where the next position goes; what it does not see is dropped first where there is no room."""
+    @property
+    def most(self) -> int | None:
+        """How many positions have room at once, whatever was written before; None for all that the cache holds."""
+        return self.window + 1 if self.room == 2 * self.window else None
+
+    def place(self, length: int, count: int = 1) -> int:
+        """Return where the next positions go; what they do not see is dropped first where there is no room."""
         held = length - self.first
-        if held == self.room:
+        if held + count > self.room:
             retained = min(held, self.window - 1)
-            self.entries[..., :retained, :] = self.entries[..., held - retained :, :].clone()
+            self.entries[..., :retained, :] = self.entries[..., held - retained : held, :].clone()
             self.first, held = length - retained, retained
         return held
 
@@ -147,8 +155,8 @@ class KVCache:
         """Make what is bound to this cache's own memory: the views, and no program yet."""
         self._rows = {layer: self._entries[:, row] for row, layer in enumerate(self._full)}
         self.keys, self.values = self._entries[0], self._entries[1]
-        self.program: Any = None
-        """The program that decodes over this cache by one call, once it is made."""
+        self.programs: dict[type, Any] = {}
+        """The programs over this cache that are made, by their class."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is copied and pickled. A view is not: pickle would give it memory of its own."""
@@ -220,14 +228,22 @@ class KVCache:
         """The number of places of a position: its own, and one in each window."""
         return 1 + len(self._windows)
 
-    def next_places(self) -> list[int]:
-        """Return the next position, and its place in each window.
+    def next_places(self, count: int = 1) -> list[int]:
+        """Return the next position, and its place in each window; those of ``count`` positions follow one another.
+
+        Args:
+            count: Positions, at most ``most_places``.
 
         Raises:
-            InputError: The cache is full.
+            InputError: They don't fit.
         """
-        self.require(1)
-        return [self.length, *(window.place(self.length) for window in self._windows.values())]
+        self.require(count)
+        return [self.length, *(window.place(self.length, count) for window in self._windows.values())]
+
+    @property
+    def most_places(self) -> int | None:
+        """How many positions the windows have room for at once; None for all that the cache holds."""
+        return min((window.most for window in self._windows.values() if window.most is not None), default=None)
 
     def advance(self, count: int) -> None:
         """Count ``count`` positions as written."""
