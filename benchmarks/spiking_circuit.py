@@ -41,8 +41,9 @@ def join(neurons: int) -> SparseProjection:
     weight = torch.tensor([strength, -_INHIBITION * strength]).expand(2, 2)
     delay = torch.tensor([15.0, 7.5]).expand(2, 2)
     draw = torch.Generator().manual_seed(1)
-    spreads = {"weight_spread": 0.1, "delay_spread": 0.5}
-    return SparseProjection.fixed_total_number(sizes, counts, weight, delay, **spreads, generator=draw)
+    return SparseProjection.fixed_total_number(
+        sizes, counts, weight, delay, weight_spread=0.1, delay_spread=0.5, generator=draw
+    )
 
 
 def problem(neurons: int, blocks: Sequence[int]) -> dict[str, Any]:

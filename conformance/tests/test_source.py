@@ -24,7 +24,6 @@ EXTRAS = {
     "subjects/scenes.py": {"q4_programs"},
     "command/conform.py": {"rich", "typer"},
     "report/terminal.py": {"rich"},
-    "command/plugin.py": {"typer"},
     PYTEST_SIDE.name: {"pytest"},
 }
 """What the extras ``cli`` and ``programs`` bring, or pytest's side needs, and who may use it."""

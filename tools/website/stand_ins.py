@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from typing import Any
 
-from sphinx.ext.autodoc.mock import MockFinder  # type: ignore[attr-defined]  # Sphinx documents it there
+from sphinx.ext.autodoc.mock import MockFinder
 
 __all__ = ["stand_in_for_transformers"]
 

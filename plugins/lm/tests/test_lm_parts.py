@@ -159,9 +159,9 @@ def test_config_of_parts() -> None:
         config = TransformerConfig(**SIZES, **options)
         assert TransformerConfig.from_dict(config.to_dict()) == config
     # What is a default of other sizes alone is kept.
-    heads = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    heads: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     for own in ({"num_key_value_heads": 1}, {"head_dim": 64}, {"head_dim": 32, "rope_dim": 16}, {"head_dim": 16}):
-        config = TransformerConfig(**heads, **own)
+        config = TransformerConfig(**(heads | own))
         assert TransformerConfig.from_dict(config.to_dict()) == config
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         none: dict[str, Any] = {name: 0.0}

@@ -324,22 +324,20 @@ def test_reports() -> None:
 def test_a_probe_of_many_synapses_takes_the_first_ones() -> None:
     """However many there are, a trial sends no more than 2¹⁸ of them; what runs then has all."""
     random, count = torch.Generator().manual_seed(0), (1 << 18) + 50_000
-    ends = [
-        torch.randint(2000, (count,), generator=random).sort().values,
-        torch.randint(2000, (count,), generator=random),
-    ]
-    weight = SparseWeight.of(*ends, torch.ones(count), torch.ones(count, dtype=torch.int64), sources=2000, targets=2000)
+    source = torch.randint(2000, (count,), generator=random).sort().values
+    target, one = torch.randint(2000, (count,), generator=random), torch.ones(count)
+    weight = SparseWeight.of(source, target, one, one.to(torch.int64), sources=2000, targets=2000)
     seen: list[int] = []
 
     class Counts(Runs):
-        def bind_program(self, program: Program, buffers: list[torch.Tensor], layers: Any) -> Callable[..., None]:
+        def bind_program(self, program: Program, buffers: list[torch.Tensor], layers: Any) -> Any:
             seen.extend(len(layer.prepared.steps) for layer in layers)
             return REFERENCE.bind_program(program, buffers, layers)
 
     backend = Counts()
     backend.capabilities = attrs.evolve(backend.capabilities, ops=frozenset({"linear", "program", "sparse"}))
-    buffers = Buffer("clock", 1, torch.int64, is_bound=True), Buffer("bits", 2 * 32, torch.int64, is_bound=True)
-    buffers += (Buffer("ring", 2 * 2000, is_bound=True),)
+    bits = Buffer("bits", 2 * 32, torch.int64, is_bound=True)
+    buffers = Buffer("clock", 1, torch.int64, is_bound=True), bits, Buffer("ring", 2 * 2000, is_bound=True)
     ring = View(2, 2, 2000)
     step = Step(Op.SEND, (View(1, 2, 32), View(0, 1, 1), ring), (ring,), 0, (0, 1))
     tensors = [torch.zeros(item.size, dtype=item.dtype) for item in buffers]

@@ -99,8 +99,8 @@ def test_a_state_at_rest(dtype: torch.dtype) -> None:
     assert (rest.clock, other.clock, after.clock) == (0, STEPS, STEPS)
     rest.neurons["hidden"][0].fill_(0.5)
     moved, _ = network(torch.zeros_like(x), rest, ("hidden.mem",))
-    bias = network.projections["pixels->hidden"].synapses.bias
-    first = (0.9 * 0.5 + bias).expand(3, -1)
+    synapses: Any = network.projections["pixels->hidden"].synapses
+    first = (0.9 * 0.5 + synapses.bias).expand(3, -1)
     assert torch.allclose(moved["hidden.mem"][0], torch.where(first > 1, first - 1, first))
 
 
