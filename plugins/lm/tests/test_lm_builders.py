@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import q4_lm
+import q4_lm.plugin
 import q4core as q4
 from q4_lm import Architecture, LanguageModel, TransformerConfig, architectures, build_decoder
 from q4_lm.models.gguf import ARCHITECTURES
@@ -281,7 +281,7 @@ def test_a_plugin_brings_an_architecture(tiny_llama: Path, monkeypatch: pytest.M
         def q4_architectures(self) -> list[Architecture]:
             return [attrs.evolve(ARCHITECTURES[0], name="llama-again")]
 
-    registry = q4.Registry([("lm", q4_lm), ("more", Plugin())])
+    registry = q4.Registry([("lm", q4_lm.plugin), ("more", Plugin())])
     monkeypatch.setattr("q4_lm.models.architecture.default_registry", lambda: registry)
     assert set(architectures()) == {"bert", *(item.name for item in ARCHITECTURES), "llama-again"}
     checkpoint = q4.open(tiny_llama)

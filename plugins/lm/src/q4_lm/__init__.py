@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from q4_lm.models.metadata import Metadata
     from q4_lm.models.saved import load_model, save_model
     from q4_lm.models.transformer import TransformerBlock, TransformerDecoder, TransformerEncoder, build_transformer
-    from q4_lm.plugin import q4_architectures, q4_layers
     from q4_lm.tokenizers.chat import render_chat
     from q4_lm.tokenizers.tokenizer import Tokenizer
     from q4_lm.tokenizers.vocabulary import build_tokenizer
@@ -53,8 +52,6 @@ __all__ = [
     "generate_batch",
     "load_model",
     "measure_perplexity",
-    "q4_architectures",
-    "q4_layers",
     "render_chat",
     "save_model",
     "stream_text",
@@ -76,7 +73,6 @@ _HOMES = {
     "models.metadata": "Metadata",
     "models.saved": "load_model save_model",
     "models.transformer": "TransformerBlock TransformerDecoder TransformerEncoder build_transformer",
-    "plugin": "q4_architectures q4_layers",
     "tokenizers.chat": "render_chat",
     "tokenizers.tokenizer": "Tokenizer",
     "tokenizers.vocabulary": "build_tokenizer",
