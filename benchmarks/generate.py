@@ -45,6 +45,8 @@ GEMMA3: Targets = {
     ("prefill", INT8, IK_LLAMA): 1.1,
 }
 MODELS = {"smollm2": ("SmolLM2", SMOLLM2), "gemma3": ("Gemma 3 270M", GEMMA3)}
+ROUNDS, QUICK_ROUNDS = {"smollm2": 30, "gemma3": 12}, 3
+"""How often each program runs; a round of the larger model takes three times as long."""
 """The models, and the shares of a peer's tokens per second that are aimed at."""
 _TEXT = "The history of the lighthouse begins long before the first towers were built on the rocks of the coast. "
 _PARK_SECONDS = 0.02
@@ -198,7 +200,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         result = json.loads(written.read_text(encoding="utf-8"))
         print(f"written: {draw(result, written.with_suffix('.png'))}")
         return
-    result = measure(3 if options.quick else 30, options.model)
+    result = measure(QUICK_ROUNDS if options.quick else ROUNDS[options.model], options.model)
     judged = judge(result)
     result["verdicts"] = [one.to_json() for one in judged]
     result |= {"unit": "tokens per second", "isa": isa(), "environment": record.environment()}

@@ -84,8 +84,8 @@ FULL_TYPES = Plan(
             *(((2048, 6144), rows, _CORES) for rows in (1, 16, 64)),
         )
     ),
-    Budget(20, 1.0, 5),
-    Budget(15, 1.0, 5),
+    Budget(20, 0.4, 5),
+    Budget(15, 0.4, 5),
 )
 """The stages of each group of types that checkpoints hold."""
 QUICK_TYPES = Plan(tuple(Stage(_SQUARE, rows, _CORES) for rows in (1, 16, 64)), Budget(9, 0.2, 2), Budget(5, 0.2, 2))

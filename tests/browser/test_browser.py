@@ -14,6 +14,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from tests.support.limits import scaled
 from tests.support.pages import ROOT
 from tools.website.browser import find_chromium
 
@@ -167,7 +168,7 @@ def test_search_finds_nf4(browser: Browser, address: str) -> None:
     page.locator("input[name=q]").focus()
     page.keyboard.type("nf4")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#search-results li a", timeout=60_000)
+    page.wait_for_selector("#search-results li a", timeout=1000 * scaled(60))
     assert page.locator("#search-results li a").count() > 3
     assert errors == []
 

@@ -59,8 +59,8 @@ def run_example(name: str, *arguments: object, folder: Path) -> subprocess.Compl
 def test_each_example_names_what_it_needs() -> None:
     """Every example says which extra it needs, and names what it imports beyond that; the extra has nothing else."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^examples = \[(.*)\]$", text, flags=re.MULTILINE)
-    extra = {re.split(r"[>=\" ]", item.strip().strip('"'))[0] for item in line.split(",")}
+    (listed,) = re.findall(r"^examples = \[(.*?)^\]$", text, flags=re.MULTILINE | re.DOTALL)
+    extra = set(re.findall(r'"([\w-]+)', listed))
     own = {path.stem for path in (ROOT / "examples").glob("*.py")} | {
         "attrs",
         "torch",
