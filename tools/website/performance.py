@@ -20,6 +20,12 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TITLES = {
     "cpu-avx512": ("Layers on a CPU with AVX-512", "python -m benchmarks cpu", ""),
     "cpu-avx2": ("Layers on a CPU with AVX2", "Q4_CPU_ISA=avx2 python -m benchmarks cpu", ""),
+    "cpu-avx2-types": ("Types that checkpoints hold, AVX2", "Q4_CPU_ISA=avx2 python -m benchmarks cpu --types", ""),
+    "generate-gemma3-avx2": (
+        "Gemma 3 270M in Q4_K_M, AVX2",
+        "Q4_CPU_ISA=avx2 python -m benchmarks generate --model gemma3",
+        "models-from-files.md",
+    ),
     "generate-avx512": ("A whole language model, SmolLM2", "python -m benchmarks generate", "precision.md"),
     "opening": ("Opening a model", "python -m benchmarks opening", "models-from-files.md"),
     "overhead": ("What q4core adds to a call", "python -m benchmarks overhead", ""),
