@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -142,8 +143,10 @@ def test_navigation_is_by_reader() -> None:
 
 
 def test_an_inventory_has_its_names(tmp_path: Path) -> None:
-    """Sphinx reads each stored inventory, and finds the names with their places."""
-    inventory = pytest.importorskip("sphinx.util.inventory", reason="Sphinx is there in `nox -s docs`")
-    for project, url in inventories.PROJECTS.items():
-        data = inventories.write(project, tmp_path).read_bytes()
-        assert len(inventory.InventoryFile.loads(data, uri=url).data) > 0
+    """Each stored inventory has the four lines and the packed ones of Sphinx's format: a name, and where it lies."""
+    for project in inventories.PROJECTS:
+        *head, packed = inventories.write(project, tmp_path).read_bytes().split(b"\n", 4)
+        assert head[0] == b"# Sphinx inventory version 2"
+        lines = zlib.decompress(packed).decode().splitlines()
+        assert lines
+        assert all(re.fullmatch(r"\S+ [a-z]+:\w+ -?\d+ \S+ .+", line) for line in lines)
