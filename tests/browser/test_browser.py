@@ -64,13 +64,17 @@ def browser() -> Iterator[Browser]:
         found.close()
 
 
+FIRST_ERROR = 400
+"""The least status of an answer that is an error: 304 says that a file has not changed."""
+
+
 def open_page(browser: Browser, width: int = WIDE, scheme: Any = "light") -> tuple[Page, list[str]]:
     """Return a page of a width, and the list that gets what its console and its requests complain of."""
     page = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme).new_page()
     errors: list[str] = []
     page.on("console", lambda message: errors.append(message.text) if message.type in {"error", "warning"} else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("response", lambda answer: None if answer.ok else errors.append(f"{answer.status} {answer.url}"))
+    page.on("response", lambda got: errors.append(f"{got.status} {got.url}") if got.status >= FIRST_ERROR else None)
     page.on("request", lambda request: None if "127.0.0.1" in request.url else errors.append(f"asks {request.url}"))
     return page, errors
 
