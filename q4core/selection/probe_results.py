@@ -81,6 +81,8 @@ class ProbeResults:
         ):
             what = f"{_label(path, request)}, {request.op} of {request.format.name}"
             self._proofs.add(backend, key, rows, what)
+        elif self._proofs is not None and result.fault is not None:
+            self._proofs.forget()  # where one path computes wrong, what others showed before is in doubt
         self._report(backend, path, request, result)
 
     @staticmethod

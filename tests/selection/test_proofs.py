@@ -196,6 +196,18 @@ def test_what_was_wrong_is_not_remembered(tmp_path: Path, folder: Path) -> None:
     assert not [entry for entry in stored if "fake_gemm" in entry["what"]]
 
 
+def test_a_fault_forgets_what_was_proven_before(tmp_path: Path, folder: Path) -> None:
+    """A processor or a library that begins to compute wrong is trusted in nothing by the next process."""
+    probed()
+    assert [*folder.iterdir()]
+    (tmp_path / "toy_of_a_test.py").write_text(TOY.format(damage="lambda y: y.add_(1)"), encoding="utf-8")
+    forget()
+    with pytest.raises(q4.BackendUnavailableError, match="probe_failed"), pytest.warns(q4.Q4ProbeWarning):
+        probed()
+    assert not [file for file in folder.iterdir() if "fake_gemm" in file.read_text(encoding="utf-8")]
+    importlib.import_module("tests.support.events").forget_warnings()
+
+
 def test_given_plugins_store_nothing(folder: Path) -> None:
     """Objects of a test or of the kit may change from run to run: they are proven in each process."""
     toy = importlib.import_module("toy_of_a_test")
