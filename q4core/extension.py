@@ -25,6 +25,7 @@ from q4core.probes.linear import find_product_fault
 from q4core.selection.cache import select_for
 from q4core.selection.plan import given_weight, raise_broken_call
 from q4core.selection.probe_results import probe_results, warn_of_fault
+from q4core.selection.proofs import code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -161,7 +162,8 @@ def prove_once(
 ) -> str | None:
     """Return what is wrong with a backend's results of one kind: None where nothing is.
 
-    The probe runs once for a registry, backend, purpose and kind. A fault is warned of once in a process.
+    The probe runs once for a registry, backend, purpose and kind; on CPUs once for a build (decision 0036). A fault is
+    warned of once in a process.
 
     Args:
         registry: The plugins that hold the backend; the result is forgotten with it.
@@ -173,8 +175,17 @@ def prove_once(
     """
     shown, key = _shown.setdefault(registry, {}), (purpose, backend.name, kind)
     if key not in shown:
-        with outside_inference():
-            shown[key] = probe()
+        proofs = probe_results(registry).proofs if backend.capabilities.devices <= {"cpu"} else None
+        remembered = (purpose, kind, code_of(probe.__module__.partition(".")[0])) if proofs else None
+        if proofs is not None and proofs.rows(backend.name, remembered) is not None:
+            shown[key] = None
+        else:
+            with outside_inference():
+                shown[key] = probe()
+            if proofs is not None and shown[key] is None:
+                proofs.add(backend.name, remembered, (), purpose)
+            elif proofs is not None:
+                proofs.forget()
     if (fault := shown[key]) is not None:
         warn_once((backend.name, fault), Q4ProbeWarning, f"backend {backend.name!r} is not used for {purpose}: {fault}")
     return fault

@@ -50,7 +50,7 @@ class ProbeResults:
     """
 
     def __init__(self, proofs: Proofs | None = None) -> None:
-        self._proofs = proofs
+        self.proofs = proofs
         self._recalled: set[Hashable] = set()
         self._shown: dict[Hashable, tuple[ProbeResult, frozenset[int]]] = {}
         self._refusals: dict[Hashable, tuple[Reason, ...]] = {}
@@ -73,16 +73,11 @@ class ProbeResults:
             self._shown[key] = (result if known.fault is None else known, seen | rows)
             self.generation += 1
         is_news = not known.is_remembered or not rows <= seen
-        if (
-            self._proofs is not None
-            and is_news
-            and known.fault is result.fault is None
-            and request.device.type == "cpu"
-        ):
+        if self.proofs is not None and is_news and known.fault is result.fault is None and request.device.type == "cpu":
             what = f"{_label(path, request)}, {request.op} of {request.format.name}"
-            self._proofs.add(backend, key, rows, what)
-        elif self._proofs is not None and result.fault is not None:
-            self._proofs.forget()  # where one path computes wrong, what others showed before is in doubt
+            self.proofs.add(backend, key, rows, what)
+        elif self.proofs is not None and result.fault is not None:
+            self.proofs.forget()  # where one path computes wrong, what others showed before is in doubt
         self._report(backend, path, request, result)
 
     @staticmethod
@@ -125,8 +120,8 @@ class ProbeResults:
     ) -> ProbeResult | None:
         """Return what a probe showed, or None where none has run, or the path passed it for fewer numbers of rows."""
         key = self.key(backend, path, request)
-        if self._proofs is not None and key not in self._recalled and request.device.type == "cpu":
-            self._recall(self._proofs, backend, path, request)
+        if self.proofs is not None and key not in self._recalled and request.device.type == "cpu":
+            self._recall(self.proofs, backend, path, request)
         result, seen = self._shown.get(key, (None, frozenset[int]()))
         # A narrow range proves nothing about a wide one.
         return result if result is None or result.fault is not None or seen.issuperset(rows) else None

@@ -178,7 +178,7 @@ def _plain(value: object) -> object:
 
 
 @functools.cache
-def _code_of(package: str) -> str:
+def code_of(package: str) -> str:
     """Return a hash of a package's code: the files of its folder, and libraries that it loaded from elsewhere."""
     module = sys.modules[package]
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
@@ -203,7 +203,7 @@ def build_facts(backend: Backend) -> dict[str, Any] | None:
     if not own or "__main__" in own:
         return None
     try:
-        code = {name: _code_of(name) for name in sorted({*own, "q4core"})}
+        code = {name: code_of(name) for name in sorted({*own, "q4core"})}
     except (OSError, KeyError):
         return None
     settings = {name: value for name, value in os.environ.items() if name.startswith("Q4_") and name not in _UNRELATED}

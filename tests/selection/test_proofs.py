@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import q4core as q4
+from q4core.extension import prove_once
 from q4core.selection.proofs import Proofs
 from tests.support.events import heard
 
@@ -56,7 +57,7 @@ def forget() -> None:
     sys.modules.pop("toy_of_a_test", None)
     importlib.invalidate_caches()
     q4.reset_registry()
-    importlib.import_module("q4core.selection.proofs")._code_of.cache_clear()
+    importlib.import_module("q4core.selection.proofs").code_of.cache_clear()
 
 
 def probed(n: int = 64) -> list[tuple[str, bool, bool]]:
@@ -228,6 +229,27 @@ def test_off_and_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: py
     with heard("q4.proofs") as events:
         assert not any(remembered for *_, remembered in probed())
     assert events
+
+
+def test_what_libraries_prove_is_remembered_too() -> None:
+    """A program, or a product of spikes, is proven once on a machine; of another kind again, and after a fault."""
+    seen: list[str] = []
+
+    def find(kind: str, fault: str | None = None) -> str | None:
+        def probe() -> str | None:
+            seen.append(kind)
+            return fault
+
+        forget()
+        registry = q4.default_registry()
+        return prove_once(registry, registry.backends()["toy"], "sums", (kind, 1.5), probe)
+
+    assert [find("a"), find("a"), find("b")] == [None, None, None]
+    assert seen == ["a", "b"]
+    with pytest.warns(q4.Q4ProbeWarning, match="all wrong"):
+        assert find("c", "all wrong") == "all wrong"
+    assert find("a") is None
+    assert seen == ["a", "b", "c", "a"]
 
 
 def test_few_files_are_kept(folder: Path) -> None:
