@@ -30,6 +30,7 @@ from q4_snn import (
     spikegen,
 )
 from q4_snn.actors import ActorNetwork
+from q4_snn.engine import PopulationProgram
 from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -84,6 +85,37 @@ def test_threads(network: Network, actors: int) -> None:
         parts = [crew(events()[:9], RECORD), crew(events()[9:], RECORD)]
         assert crew.clock == 25
     expect_same({name: torch.cat([part[name] for part in parts]) for name in RECORD}, network, events())
+
+
+def test_a_chunk_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors of a cycle, each of which waits for the other in every step, do so within one call for a chunk."""
+    counts, run = [], PopulationProgram.run
+
+    def counted(self: PopulationProgram, *arguments: Any, **options: Any) -> int:
+        done = run(self, *arguments, **options)
+        counts.append(done)
+        return done
+
+    monkeypatch.setattr(PopulationProgram, "run", counted)
+    torch.manual_seed(0)
+    pixels, a = Population("pixels", 64), Population("a", 64, LIF.from_beta(0.9))
+    b = Population("b", 64, LIF.from_beta(0.9))
+    into = Projection(pixels, a, format="nf4"), Projection(a, b, format="nf4", delay=1)
+    network = Network([pixels, a, b], [*into, Projection(b, a, format="nf4", delay=1)])
+    x = 8 * torch.rand(96, 2, 64, generator=torch.Generator().manual_seed(1))
+    with q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session, torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(4)
+        pack_(network, session)
+        with ActorSystem("threads") as system:
+            crew = ActorNetwork(network, system, batch=2, actors=2, chunk=32)
+            found = crew(x, ("a", "b.mem"))
+        monkeypatch.undo()
+        assert sum(counts) == 2 * 96
+        assert len(counts) <= 2 * 2 * 3  # three chunks of two actors; who is late for long goes on by another call
+        expected, _ = network(x, record=("a", "b.mem"))
+    assert 0.02 < expected["a"].mean() < 0.9
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @linux

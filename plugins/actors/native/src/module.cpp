@@ -28,6 +28,14 @@ class StampTable {
         return found;
     }
 
+    // own: stamps to publish. needs: stamps, and how many steps back.
+    q4::Turns* turns(std::vector<int64_t> own, const std::vector<std::pair<int64_t, int64_t>>& needs, int64_t stop, double seconds) const {
+        std::vector<q4::Need> all;
+        for (const auto& [stamp, back] : needs) all.push_back({checked(stamp), -back});
+        for (int64_t which : own) checked(which);
+        return new q4::Turns(stamps_, std::move(own), std::move(all), stop < 0 ? -1 : checked(stop), seconds);
+    }
+
   private:
     int64_t checked(int64_t which) const {
         if (which < 0 || which >= stamps_.count()) throw nanobind::index_error("no such stamp");
@@ -49,7 +57,14 @@ NB_MODULE(_native, module) {
         .def(nb::init<uint64_t, int64_t>())
         .def("value", &StampTable::value)
         .def("publish", &StampTable::publish)
-        .def("wait", &StampTable::wait);
+        .def("wait", &StampTable::wait)
+        .def("turns", &StampTable::turns, nb::rv_policy::take_ownership, nb::keep_alive<0, 1>());
+    nb::class_<q4::Turns>(module, "Turns")
+        .def("begin", &q4::Turns::begin)
+        .def("__call__", &q4::Turns::turn, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("address", [](q4::Turns& self) {
+            return std::pair(reinterpret_cast<uintptr_t>(&q4::Turns::call), reinterpret_cast<uintptr_t>(&self));
+        });
     nb::class_<View>(module, "View")
         .def("__enter__", [](nb::object self) { nb::cast<View&>(self).enter(); return self; })
         .def("__exit__", [](View& self, nb::handle, nb::handle error, nb::handle) { self.exit(error); },

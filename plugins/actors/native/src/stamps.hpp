@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "cells.hpp"
 
@@ -95,6 +97,38 @@ class Stamps {
 
     Stamp* stamps_;
     int64_t count_;
+};
+
+// The turns of who computes steps in rounds of one call: before a step it waits for what the step reads, after it it publishes
+// what the step gave. Steps are counted from 1, and a need of `least` −d is of the stamp d steps before.
+class Turns {
+  public:
+    Turns(Stamps stamps, std::vector<int64_t> own, std::vector<Need> needs, int64_t stop, double seconds)
+        : stamps_(stamps), own_(std::move(own)), needs_(std::move(needs)), now_(needs_), stop_(stop), seconds_(seconds) {}
+
+    void begin(int64_t first) { first_ = first; }
+
+    // Whether the run goes on with a round: it does not where its needs come late, or the stamp `stop` is not 0.
+    bool turn(int64_t round, int64_t rounds) {
+        const int64_t step = first_ + round;
+        for (int64_t which : own_) {
+            if (round > 0 && stamps_.value(which) < step - 1) stamps_.publish(which, step - 1);  // else a predecessor did
+        }
+        if (round == rounds) return true;
+        for (size_t i = 0; i < needs_.size(); ++i) now_[i].least = step + needs_[i].least;
+        return stamps_.wait(now_.data(), now_.data() + now_.size(), stop_, seconds_) == kReached;
+    }
+
+    // The same as a function of C.
+    static int32_t call(void* turns, int64_t round, int64_t rounds) { return static_cast<Turns*>(turns)->turn(round, rounds) ? 0 : 1; }
+
+  private:
+    Stamps stamps_;
+    std::vector<int64_t> own_;
+    std::vector<Need> needs_, now_;
+    int64_t stop_;
+    double seconds_;
+    int64_t first_ = 1;
 };
 
 static_assert(sizeof(Stamp) == 64, "a stamp has a cache line of its own");

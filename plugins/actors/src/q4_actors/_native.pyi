@@ -26,6 +26,27 @@ class Stamps:
             1 if so, 0 if the time ran out, 2 if the stamp ``stop``, −1 for none, is not 0.
         """
 
+    def turns(self, own: list[int], needs: list[tuple[int, int]], stop: int, seconds: float, /) -> Turns:
+        """Return turns by which steps of one call wait and publish; the memory must live as long.
+
+        Args:
+            own: Stamps to publish after each step.
+            needs: Stamps, and how many steps before the next one each must be.
+            stop: As of ``wait``.
+            seconds: How long a step waits at most.
+        """
+
+class Turns:
+    """What is done between steps: what the last one gave is published, what the next one needs is awaited."""
+
+    address: tuple[int, int]
+    """Of ``Turns::call`` and of this: a function of C and its context."""
+
+    def begin(self, first: int, /) -> None:
+        """Say which step, counted from 1, the next round 0 is."""
+    def __call__(self, number: int, rounds: int, /) -> bool:
+        """Return whether a round can be done: not where needs came late, or the stamp ``stop`` is not 0."""
+
 class Core:
     """What one process holds of a segment. Every method returns at once, but those that wait."""
 

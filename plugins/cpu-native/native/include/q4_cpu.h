@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 11
+#define Q4_CPU_ABI_VERSION 12
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
@@ -243,6 +243,13 @@ typedef struct {
     int64_t step;  /* at a run: from round to round, in bytes; 0 for the same memory in all */
 } q4_stream;
 
+/* What happens between rounds: turn(context, round, rounds) is called by one thread before each round, from 0, once everything of
+ * the round before is written, and with round = rounds after the last. Other than 0 ends the run before that round. */
+typedef struct {
+    int32_t (*turn)(void *context, int64_t round, int64_t rounds);
+    void *context;
+} q4_turns;
+
 typedef struct q4_program q4_program;
 
 /* Check and bind steps for up to that many threads. All memory that views and layers point to must stay where it is. Takes
@@ -253,8 +260,9 @@ int32_t q4_cpu_program_make(const q4_step *steps, int64_t count, int32_t threads
 /* Run every step, in their order, for some rounds, with no more threads than it was made for; the bits are the same for any
  * number. Takes no memory. As many streams as it was made with: none of them may overlap another or a view that a step
  * writes, and of one that is written no round may overlap another but where all are the same. Returns as above; -3 where the program is running already; 1 + the number of a step whose token,
- * position or clock is out of range, -4 where the number of tokens is, before anything is written. */
-int32_t q4_cpu_program_run(q4_program *program, int32_t threads, int64_t rounds, const q4_stream *streams);
+ * position or clock is out of range, -4 where the number of tokens is, before anything is written. turns: NULL, or what is called
+ * between rounds; the clock says how many rounds were run. */
+int32_t q4_cpu_program_run(q4_program *program, int32_t threads, int64_t rounds, const q4_stream *streams, const q4_turns *turns);
 /* Let each run be of as many tokens as *tokens says then, from 1 to `most` (2 or more), of which the steps are made: rows of x
  * and y, and positions, are a multiple of `most`, and those of the first tokens are read and written. Before the first run; steps
  * are those from Q4_EMBEDDING to Q4_COPY. Returns as q4_cpu_program_make. */

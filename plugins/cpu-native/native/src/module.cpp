@@ -171,14 +171,16 @@ class Program {
         return status;
     }
 
-    // streams: address and step of each, in bytes. Returns 0; 1 + the number of a step whose token, position or clock is out of
-    // range; -4 where the number of tokens is.
-    int run(int threads, int64_t rounds, const std::vector<int64_t>& streams) {
+    // streams: address and step of each, in bytes. turn and context: 0, or addresses of what happens between rounds. Returns 0; 1 +
+    // the number of a step whose token, position or clock is out of range; -4 where the number of tokens is.
+    int run(int threads, int64_t rounds, const std::vector<int64_t>& streams, uintptr_t turn, uintptr_t context) {
         int32_t status = 0;
         if (streams.size() != 2 * streams_.size()) throw std::invalid_argument("the program has another number of streams");
         std::vector<q4_stream> given(streams_);  // of this call: another thread may make one
         for (size_t i = 0; i < given.size(); ++i) given[i].data = at<void>(static_cast<uintptr_t>(streams[2 * i])), given[i].step = streams[2 * i + 1];
-        ::run(rounds > kShortRounds || work_ > kReleaseWork, [&] { status = q4_cpu_program_run(program_, threads, rounds, given.data()); });
+        const q4_turns turns{reinterpret_cast<decltype(q4_turns::turn)>(turn), at<void>(context)};
+        ::run(turn || rounds > kShortRounds || work_ > kReleaseWork,
+              [&] { status = q4_cpu_program_run(program_, threads, rounds, given.data(), turn ? &turns : nullptr); });
         if (status == -3) throw std::runtime_error("the program is running already");
         if (status < 0 && status != -4) throw std::invalid_argument("the program was refused");
         return status;

@@ -127,7 +127,7 @@ void q4_program::share(int threads, int64_t first, int64_t last) {
     g_patience.judge(done - (done - start) / 4, done, end);
 }
 
-int32_t q4_program::run(int threads, int64_t rounds, const q4_stream* streams) {
+int32_t q4_program::run(int threads, int64_t rounds, const q4_stream* streams, const q4_turns* turns) {
     using namespace q4;
     const int32_t me = g_forks.load(std::memory_order_relaxed) + 1;
     int32_t runner = runner_.load();
@@ -138,16 +138,27 @@ int32_t q4_program::run(int threads, int64_t rounds, const q4_stream* streams) {
     const int32_t status = !has_tokens ? -4 : take_streams(streams) ? read_indices() : -1;
     if (status == 0) {
         threads = is_shared_ ? std::min(threads, threads_) : 1;
-        for (int64_t first = 0; first < rounds; first += kRounds) share(threads, first, std::min(rounds, first + kRounds));
-        if (clock_) *clock_ += rounds;
+        turns_ = turns, rounds_ = rounds, done_ = 0, is_over_ = false;
+        for (int64_t first = 0; first < rounds && !is_over_; first += kRounds) share(threads, first, std::min(rounds, first + kRounds));
+        if (turns && !is_over_) turns->turn(turns->context, rounds, rounds);
+        if (clock_) *clock_ += done_;
     }
     runner_.store(0);
     return status;
 }
 
+// What happens between rounds, while all other threads wait; whether the next one may be run.
+bool q4_program::take_turn(int me, int team, int64_t round) {
+    if (team > 1) barrier_.wait(me, team);
+    if (me == 0) is_over_ = turns_->turn(turns_->context, round, rounds_) != 0;
+    if (team > 1) barrier_.wait(me, team);
+    return !is_over_;
+}
+
 void q4_program::work(int me, int team, int64_t first, int64_t last) {
     using namespace q4;
-    for (int64_t round = first; round < last; ++round)
+    int64_t round = first;
+    for (; round < last && (!turns_ || take_turn(me, team, round)); ++round)
         for (const Bound& b : bound_) {
             // Asking for the next tiles here (2, 8 and 16 KiB of them) gave less than 1 %, and was left out.
             if (b.waits && team > 1) barrier_.wait(me, team);
@@ -156,6 +167,7 @@ void q4_program::work(int me, int team, int64_t first, int64_t last) {
             else if (me == 0)
                 perform(b, 0, 1, round);
         }
+    if (me == 0) done_ = round;
     if (team > 1) barrier_.wait(me, team);  // spinning is shorter than what ends a team, and is counted
 }
 
@@ -290,8 +302,9 @@ void q4_program::perform(const q4::Bound& b, int me, int team, int64_t round) {
     }
 }
 
-extern "C" int32_t q4_cpu_program_run(q4_program* program, int32_t threads, int64_t rounds, const q4_stream* streams) {
-    return program && threads > 0 && rounds > 0 ? program->run(threads, rounds, streams) : -1;
+extern "C" int32_t q4_cpu_program_run(q4_program* program, int32_t threads, int64_t rounds, const q4_stream* streams,
+                                      const q4_turns* turns) {
+    return program && threads > 0 && rounds > 0 ? program->run(threads, rounds, streams, turns) : -1;
 }
 
 int64_t q4_program::outlier_rows(int64_t step) const {

@@ -126,7 +126,7 @@ struct Thread {
 struct q4_program {
     q4_program(const q4_step* steps, int64_t count, int threads, int64_t* clock, const q4_stream* streams, int64_t stream_count,
                const q4::Kernels& kernels);
-    int32_t run(int threads, int64_t rounds, const q4_stream* streams);
+    int32_t run(int threads, int64_t rounds, const q4_stream* streams, const q4_turns* turns);
     bool take_tokens(const int64_t* tokens, int64_t most);
     int64_t outlier_rows(int64_t step) const;
 
@@ -139,6 +139,7 @@ struct q4_program {
     bool take_streams(const q4_stream* streams);
     void cut(q4::Sender& s, int64_t targets, int team);
     void share(int threads, int64_t first, int64_t last);
+    bool take_turn(int me, int team, int64_t round);
     void work(int me, int team, int64_t first, int64_t last);
     void perform(const q4::Bound& b, int me, int team, int64_t round);
     void spike(const q4::Bound& b, const q4_step& s, int me, int team, int64_t round);
@@ -168,5 +169,8 @@ struct q4_program {
     std::vector<q4::Thread> threads_memory_;
     uint8_t *rows_ = nullptr, *odd_ = nullptr;  // of products of several rows
     q4::Barrier barrier_;
+    const q4_turns* turns_ = nullptr;  // of a run
+    int64_t rounds_ = 0, done_ = 0;    // of a run, and of them
+    bool is_over_ = false;             // before its last round
     std::atomic<int32_t> runner_{0};  // 1 + the forks of the process that runs it: a child has its parent's copy
 };

@@ -108,12 +108,15 @@ class Circuit {
                                              static_cast<int64_t>(streams.size()), &program);
         if (status != 0) return "q4_cpu_program_make returned " + std::to_string(status);
         for (int64_t done = 0; done < rounds_ && status == 0;) {
-            const int64_t count = is_split ? std::min(rounds_ - done, r_.between(1, 5)) : rounds_;
+            Ending ending{clock_, r_.between(1, 5), 0, false};
+            const q4_turns turns{Ending::turn, &ending};
             for (size_t i = 0; i < given_.size(); ++i) {
                 const Given& g = given_[i];
                 streams[i] = {g.data + (g.is_round ? done * g.step : 0), 0, g.is_round ? g.step : 0};
             }
-            status = q4_cpu_program_run(program, threads, count, streams.data());
+            status = q4_cpu_program_run(program, threads, rounds_ - done, streams.data(), is_split ? &turns : nullptr);
+            const int64_t count = is_split ? std::min(rounds_ - done, ending.after) : rounds_;
+            if (is_split && (ending.is_wrong || ending.called != count + 1)) return "turns were called wrongly";
             done += count;
         }
         q4_cpu_program_free(program);
@@ -129,6 +132,19 @@ class Circuit {
     }
 
   private:
+    // Turns that end a run after some rounds; the clock does not move meanwhile.
+    struct Ending {
+        const int64_t& clock;
+        int64_t after, called;
+        bool is_wrong;
+        int64_t first = clock;
+
+        static int32_t turn(void* self, int64_t round, int64_t rounds) {
+            Ending& e = *static_cast<Ending*>(self);
+            e.is_wrong = e.is_wrong || round != e.called++ || round > rounds || e.clock != e.first;
+            return round == e.after;
+        }
+    };
     struct Given {
         q4_view at;      // as the program was made with
         int64_t bytes;   // of a round

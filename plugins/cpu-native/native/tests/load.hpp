@@ -95,7 +95,7 @@ class ProgramLoad {
         wanted_ = x_;
     }
     void reset() { x_ = start_, std::fill(cache_.begin(), cache_.end(), 0.5f); }
-    int32_t run(int32_t threads) { return q4_cpu_program_run(program_, threads, 1, nullptr); }
+    int32_t run(int32_t threads) { return q4_cpu_program_run(program_, threads, 1, nullptr, nullptr); }
     bool runs(int32_t threads) {
         reset();
         return run(threads) == 0 && (wanted_.empty() || std::memcmp(x_.data(), wanted_.data(), x_.size() * sizeof(float)) == 0);

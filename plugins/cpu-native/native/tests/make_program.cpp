@@ -242,7 +242,7 @@ std::string run_program(const std::vector<Step>& steps, int32_t isa, int threads
     q4_program* program = nullptr;
     int32_t status = q4_cpu_program_make(plain.data(), static_cast<int64_t>(plain.size()), threads, isa, nullptr, nullptr, 0, &program);
     if (status != 0) return "q4_cpu_program_make returned " + std::to_string(status);
-    status = q4_cpu_program_run(program, threads, 1, nullptr);
+    status = q4_cpu_program_run(program, threads, 1, nullptr, nullptr);
     q4_cpu_program_free(program);
     return status == 0 ? std::string{} : "q4_cpu_program_run returned " + std::to_string(status);
 }

@@ -181,7 +181,7 @@ int judge_steps(int32_t isa) {
             if (is_packed) e.pack();
             q4_program* program;
             const int32_t status = make({e.step}, 2, isa, program);
-            if (status != 0 || q4_cpu_program_run(program, 2, 1, nullptr) != 0) fail("a sound step", op, status);
+            if (status != 0 || q4_cpu_program_run(program, 2, 1, nullptr, nullptr) != 0) fail("a sound step", op, status);
             // Numbers that are out of range are reported by the step, before the steps ahead of it write.
             for (const int64_t bad : {int64_t{-1}, int64_t{kCapacity} + (is_packed ? kWidth : 0), std::numeric_limits<int64_t>::max(),
                                       std::numeric_limits<int64_t>::min()}) {
@@ -191,12 +191,12 @@ int judge_steps(int32_t isa) {
                 if (make({other.step, e.step}, 2, isa, both) != 0) fail("two sound steps", op, -1);
                 std::fill(e.y.begin(), e.y.end(), -7.0f);
                 e.index[0] = bad;
-                const int32_t told = q4_cpu_program_run(both, 2, 1, nullptr);
+                const int32_t told = q4_cpu_program_run(both, 2, 1, nullptr, nullptr);
                 if (told != 2) fail("an index that is out of range", op, told);
                 for (const float number : e.y) failures += number != -7.0f;
                 for (const float number : other.y) failures += number != -7.0f;
                 e.index[0] = 1;
-                if (q4_cpu_program_run(both, 2, 1, nullptr) != 0) fail("an index that is in range again", op, -1);
+                if (q4_cpu_program_run(both, 2, 1, nullptr, nullptr) != 0) fail("an index that is in range again", op, -1);
                 q4_cpu_program_free(both);
             }
             q4_cpu_program_free(program);
@@ -227,9 +227,9 @@ int judge_steps(int32_t isa) {
     refused("nowhere to put a program", q4_cpu_program_make(step, 1, 1, isa, nullptr, nullptr, 0, nullptr));
     refused("no threads", q4_cpu_program_make(step, 1, 0, isa, nullptr, nullptr, 0, &program));
     refused("no instruction set", q4_cpu_program_make(step, 1, 1, Q4_ISA_NONE, nullptr, nullptr, 0, &program));
-    refused("no program", q4_cpu_program_run(nullptr, 1, 1, nullptr));
+    refused("no program", q4_cpu_program_run(nullptr, 1, 1, nullptr, nullptr));
     if (make({store.step}, 1, isa, program) != 0) fail("a sound program", 0, 0);
-    refused("a run without threads", q4_cpu_program_run(program, 0, 1, nullptr));
+    refused("a run without threads", q4_cpu_program_run(program, 0, 1, nullptr, nullptr));
     q4_cpu_program_free(program);
     q4_cpu_program_free(nullptr);
     return failures;

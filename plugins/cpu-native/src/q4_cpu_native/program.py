@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from q4_cpu_native.layout import TileMeta
-    from q4_programs import BoundLayer, Program, Step
+    from q4_programs import BoundLayer, Program, Step, Turns
 
 __all__ = ["NativeRunner"]
 
@@ -65,6 +65,7 @@ class NativeRunner:
             why = "views overlap, a delay is longer than its ring, or an earlier step writes a token, position or clock"
             raise _refusal(program.steps[failed - 1], why)
         self._run = self._native.run
+        self.takes_turns = True
 
     def _add(
         self, step: Step, buffers: Sequence[torch.Tensor], layer: BoundLayer | None, families: Mapping[str, int]
@@ -112,12 +113,13 @@ class NativeRunner:
             matrix, facts = call.matrix, (tensors[0].data_ptr(), address, count, call.divides, family, *inputs_of)
         self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts, synapses)
 
-    def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = ()) -> list[int]:
+    def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = (), turns: Turns | None = None) -> list[int]:
         """Run every step for some rounds, on as many threads as torch has now.
 
         Args:
             rounds: How many.
             given: A tensor for each given buffer of the program.
+            turns: What is called between rounds, by its address.
 
         Returns:
             Of each step, how many rows of x had outliers in the last round; empty where none had.
@@ -131,7 +133,7 @@ class NativeRunner:
             for item, size in zip(given, self._sizes, strict=True)
             for number in (item.data_ptr(), item.stride(0) * size)
         ]
-        if failed := self._run(torch.get_num_threads(), rounds, streams):
+        if failed := self._run(torch.get_num_threads(), rounds, streams, *(turns.address if turns else (0, 0))):
             if failed < 0:
                 buffer, most = self._program.tokens or (0, 0)
                 count = int(self._buffers[buffer])

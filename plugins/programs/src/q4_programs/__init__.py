@@ -6,7 +6,7 @@ notes why there is no program. A backend that runs programs has the method of ``
 
 from q4_programs.binding import BoundProgram, bind
 from q4_programs.builder import ProgramBuilder
-from q4_programs.contract import BoundLayer, Runner, RunsPrograms
+from q4_programs.contract import BoundLayer, Runner, RunsPrograms, Turns
 from q4_programs.emitters import emit_parts, emit_recurrent, emit_rms_norm
 from q4_programs.network import NetworkProgram, layers_of, make_program
 from q4_programs.operations import EmissionError, Value
@@ -34,6 +34,7 @@ __all__ = [
     "SparseBuilder",
     "SparseWeight",
     "Step",
+    "Turns",
     "Value",
     "View",
     "Watch",

@@ -23,7 +23,7 @@ from q4core.plugin_api import PLUGIN_FAULTS, describe_exception, outside_inferen
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from q4_programs.contract import Runner
+    from q4_programs.contract import Runner, Turns
     from q4_programs.program import Program, Step, View
     from q4core import Q4Linear, Registry
 
@@ -97,7 +97,7 @@ class BoundProgram:
             self._counts = [(layer.calls, layer.segment_index(step.inputs[0].rows) or 0) for _, layer, step in uses]
             self._packed = [(number, layer) for number, layer, _ in uses]
 
-    def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = ()) -> None:
+    def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = (), turns: Turns | None = None) -> None:
         """Run every step, in their order, for some rounds, by one call of the backend.
 
         Args:
@@ -105,6 +105,7 @@ class BoundProgram:
             given: A tensor for each given buffer, in their order, of its size, dtype and device: a contiguous one, or
                 with ``given="round"`` [rounds, …] of which each row is contiguous. What is written shares no memory
                 with any other tensor of the program.
+            turns: What is called between rounds. It may end the run: the clock says how many rounds were run.
 
         Raises:
             InputError: A token, a position or the clock is out of range, ``rounds`` is no positive whole number, or a
@@ -121,7 +122,10 @@ class BoundProgram:
             if given or self._streams:
                 self._check_given(rounds, given)
             try:
-                found = self._run(*((rounds, given) if given else (rounds,) if rounds > 1 else ()))
+                if turns is not None:
+                    found = self._run_by_turns(rounds, given, turns)
+                else:
+                    found = self._run(*((rounds, given) if given else (rounds,) if rounds > 1 else ()))
             except PLUGIN_FAULTS as error:
                 raise_broken_call(error, self._backend, "program")
             self.record.calls += 1
@@ -130,6 +134,21 @@ class BoundProgram:
             if found:
                 for number, layer in self._packed:
                     layer.add_outlier_rows(found[number])
+
+    def _run_by_turns(self, rounds: int, given: Sequence[torch.Tensor], turns: Turns) -> Sequence[int] | None:
+        """Let the backend call what happens between rounds, or run them one by one."""
+        if getattr(self._run, "takes_turns", False):
+            run: Any = self._run
+            return run(rounds, given, turns)  # type: ignore[no-any-return]  # as any other run
+        found = None
+        for number in range(rounds):
+            if not turns(number, rounds):
+                return found
+            pairs = zip(self._streams, given, strict=True)
+            one = [tensor[number : number + 1] if item.given == "round" else tensor for (item, _), tensor in pairs]
+            found = self._run(1, one) if one else self._run()
+        turns(rounds, rounds)
+        return found
 
     def _check_given(self, rounds: int, given: Sequence[torch.Tensor]) -> None:
         """Refuse given tensors that do not fit the program, or each other."""

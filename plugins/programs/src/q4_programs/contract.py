@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from q4_programs.sparse import SparseWeight
     from q4core import Prepared, Segment
 
-__all__ = ["BoundLayer", "Runner", "RunsPrograms"]
+__all__ = ["BoundLayer", "Runner", "RunsPrograms", "Turns"]
 
 
 @attrs.frozen(eq=False)
@@ -36,8 +36,30 @@ class BoundLayer:
     module: Any = None
 
 
+class Turns(Protocol):
+    """What happens between the rounds of a run, such as waiting for what others computed.
+
+    Attributes:
+        address: Of ``int32_t turn(void *context, int64_t round, int64_t rounds)`` in C, which does the same and returns
+            0 to go on, and of its context.
+    """
+
+    address: tuple[int, int]
+
+    def __call__(self, number: int, rounds: int, /) -> bool:
+        """Return whether a run goes on: called before each of its rounds, from 0, and with ``rounds`` after the last.
+
+        Everything of the round before is written.
+        """
+        ...
+
+
 class Runner(Protocol):
-    """A bound program."""
+    """A bound program.
+
+    One with an attribute ``takes_turns`` that is True takes a third argument, ``turns``: a ``Turns`` that it calls
+    between rounds, and that may end the run. Others are called round by round.
+    """
 
     def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = ()) -> Sequence[int] | None:
         """Run every step, in their order, for some rounds; the program's clock is one more after each.

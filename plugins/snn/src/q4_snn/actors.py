@@ -158,6 +158,7 @@ class ActorNetwork:
             stride=max(1, chunk // 4),
             rest=self._rest,
             side=self._side,
+            read=frozenset(item.source for item in network.graph.projections.values()),
         )
         self._actors: list[ActorRef] = [
             system.spawn(

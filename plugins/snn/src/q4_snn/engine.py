@@ -20,6 +20,7 @@ from q4core.plugin_api import outside_inference
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+    from q4_programs import Turns
     from q4_snn.graph import Graph
     from q4_snn.projection import Synapses
     from q4_snn.state import NetworkState
@@ -209,14 +210,16 @@ class PopulationProgram:
         count: int,
         inputs: Mapping[str, torch.Tensor] | None = None,
         records: Mapping[tuple[str, int | None], torch.Tensor] | None = None,
-    ) -> None:
-        """Advance by some steps.
+        turns: Turns | None = None,
+    ) -> int:
+        """Advance by some steps, and return how many were done.
 
         Args:
             first: Number of steps before.
             count: How many; at most ``chunk``, where rings of ``outputs`` or events are read.
             inputs: Name of an input that is fed → its numbers, float32 [count, B, n].
             records: What is recorded, without events → where, float32 [count, B, n].
+            turns: What is called between steps, and may end the run.
 
         Raises:
             InputError: An input of spikes holds other numbers than 0 and 1; what was written is worth nothing.
@@ -237,12 +240,13 @@ class PopulationProgram:
             else:
                 given.append(self.coming[name] if kind == "coming" else self.states[name[0]][name[1]])
         self.clock.fill_(first)
-        self.bound(count, given)
+        self.bound(count, given, turns)
         for name, bits in odd.items():
             if inputs is not None and bool(bits.any()):
                 x = inputs[name]
                 rule, value = "0 and 1 alone, as spikes=True says", x[(x != 0) & (x != 1)][0].item()
                 raise InputError(f"population {name!r}", name="input", rule=rule, value=value)
+        return int(self.clock) - first
 
     def events(self, name: str, first: int, count: int) -> torch.Tensor:
         """Return who fired in some of the last steps: int64 [events, 3] of step after ``first``, sample, neuron."""

@@ -72,6 +72,7 @@ class Plan:
         stride: Steps after which rows are published at the latest.
         rest: [B, 1] of the dtype and on the device of the states.
         side: Of memory that CPU and GPU share, from which states are read and written.
+        read: Names of populations that any projection reads.
     """
 
     rows: Mapping[str, Row]
@@ -81,6 +82,7 @@ class Plan:
     stride: int
     rest: torch.Tensor
     side: str | None
+    read: frozenset[str]
 
 
 @attrs.frozen(eq=False)
@@ -144,9 +146,7 @@ class Stepper:
     def run(self, first: int, last: int, traces: Sequence[Trace]) -> None:
         """Do steps whose sources are there; populations that have done one already are left as they are."""
         own = [trace for trace in traces if trace.population in self.parts]
-        published = max(self.rings.stamp(name) for name in self.parts)
-        is_new = published < first and all(done < first for done in self._done.values())
-        program = self._program(own, first - 1) if is_new else None  # what was published already is not written again
+        program = self._program(own, first)
         if program is not None:
             self._run_program(program, first, last, own)
         else:
@@ -154,10 +154,38 @@ class Stepper:
             for step in range(first, last + 1):
                 self._step(step, own)
 
+    def run_by_turns(self, first: int, last: int, traces: Sequence[Trace], turns: Any) -> int | None:
+        """Do steps by one call of a program, which waits for sources and publishes spikes between them.
+
+        Args:
+            first: The first step.
+            last: The last one.
+            traces: What is recorded.
+            turns: Of ``Rings.turns``.
+
+        Returns:
+            The last step that was done, as sources may be late; None where only ``run`` can do them.
+        """
+        own = [trace for trace in traces if trace.population in self.parts]
+        program = self._program(own, first)
+        if program is None or not all(self._has_values(name, last) for name in program.values):
+            return None
+        turns.begin(first)
+        return self._run_program(program, first, last, own, turns)
+
     # -- by a program
 
-    def _program(self, traces: Sequence[Trace], done: int) -> PopulationProgram | None:
-        """Return the program that records some states, with the states as they are after ``done`` steps."""
+    def _has_values(self, name: str, last: int) -> bool:
+        """Return whether numbers, which programs keep in rings of their own, are needed from or by no other actor."""
+        if name in self.parts:
+            return name not in self.plan.read
+        return self.rings.stamp(name) >= last - min(item.delay for item in self._items() if item.source == name)
+
+    def _program(self, traces: Sequence[Trace], first: int) -> PopulationProgram | None:
+        """Return the program that records some states, with the states as they are before a step; None without one."""
+        published, done = max(self.rings.stamp(name) for name in self.parts), first - 1
+        if published > done or any(step > done for step in self._done.values()):
+            return None  # what was published already is not written again
         key = tuple((trace.population, trace.index) for trace in traces)
         if key not in self._programs:
             self._programs[key] = self._make(key)
@@ -201,7 +229,10 @@ class Stepper:
         self.reason = "; ".join(reasons) if made.bound.record.backend == "reference" else None
         return made if self.reason is None else None
 
-    def _run_program(self, program: PopulationProgram, first: int, last: int, traces: Sequence[Trace]) -> None:
+    def _run_program(
+        self, program: PopulationProgram, first: int, last: int, traces: Sequence[Trace], turns: Any = None
+    ) -> int:
+        """Do steps, and return the last one that was done."""
         for name in program.values:
             if name not in self.parts:
                 delays = [item.delay for item in self._items() if item.source == name]
@@ -210,13 +241,18 @@ class Stepper:
         sizes = {trace: self.parts[trace.population].population.size for trace in traces}
         found = {trace: torch.empty(len(steps), len(self.plan.rest), size) for trace, size in sizes.items()}
         with program.bound.lock:
-            program.run(first - 1, len(steps), records={(it.population, it.index): found[it] for it in traces})
+            records: dict[tuple[str, int | None], torch.Tensor] = {
+                (it.population, it.index): found[it] for it in traces
+            }
+            done = program.run(first - 1, len(steps), records=records, turns=turns)
+        steps = steps[:done]
         for name, ring in program.values.items():
             if name in self.parts:
                 given = ring[[(step - 1) % len(ring) for step in steps]]
                 self._write(self.rings.rows(name), self.plan.rows[name], given, steps)
         for trace in traces:
-            self._write(trace.rings.rows("trace"), trace.row, found[trace], steps)
+            self._write(trace.rings.rows("trace"), trace.row, found[trace][:done], steps)
+        return first + done - 1
 
     def _mirror(self, program: PopulationProgram, name: str, steps: range) -> None:
         """Copy rows of numbers to the program's own ring."""

@@ -71,6 +71,9 @@ class Worker(Actor):
             for item in (shared.item for shared in part.into):
                 if item.source not in parts:
                     self.delays[item.source] = min(item.delay, self.delays.get(item.source, item.delay))
+        offsets = self.offsets = self.delays | {COMMITTED: plan.slots - plan.depth}
+        """Ring → how many steps before a step it must be; nobody needs rows further back than the last one."""
+        self.turns = rings.turns(parts, offsets, POLL_S, stop=HALT)
         self.step: int | None = None
         self.error: Q4Error | None = None
         self.committed: dict[str, int] = {}
@@ -103,10 +106,9 @@ class Worker(Actor):
         if self.step is None or done >= chunk.last or done < chunk.first - 1:
             return  # it is committed, or the one before it is not, and comes again
         while self.step < chunk.last:
-            last = self._await_sources(chunk.last)
+            last = self._advance(chunk)
             if last is None:
                 return
-            self.stepper.run(self.step + 1, last, chunk.traces)
             if last == chunk.last:
                 self._check(chunk)
             for trace in chunk.traces:
@@ -118,14 +120,20 @@ class Worker(Actor):
             self.step = last
         self._commit(chunk.last)
 
-    def _await_sources(self, end: int) -> int | None:
-        """Wait until a step can be done; return the last one that can be done now; None where nothing can."""
-        plan, rings, step = self.plan, self.rings, (self.step or 0) + 1
-        offsets = self.delays | {COMMITTED: plan.slots - plan.depth}  # nobody needs rows further back than this
-        needs = {name: step - offset for name, offset in offsets.items() if step > offset}
+    def _advance(self, chunk: Chunk) -> int | None:
+        """Do steps of a chunk once their sources are there; return the last one; None where nothing could be done."""
+        first = (self.step or 0) + 1
+        if self.turns is not None:
+            last = self.stepper.run_by_turns(first, chunk.last, chunk.traces, self.turns)
+            if last is not None:
+                return last if last >= first else None
+        needs = {name: first - offset for name, offset in self.offsets.items() if first > offset}
         if not self._wait(needs):
             return None
-        return min(end, step - 1 + plan.stride, *(rings.stamp(name) + offset for name, offset in offsets.items()))
+        known = (self.rings.stamp(name) + offset for name, offset in self.offsets.items())
+        last = min(chunk.last, first - 1 + self.plan.stride, *known)
+        self.stepper.run(first, last, chunk.traces)
+        return last
 
     def _wait(self, needs: Mapping[str, int]) -> bool:
         return self.rings.wait(needs, POLL_S, stop=HALT)

@@ -19,7 +19,7 @@ from q4_actors.tensors.rings import Rings
 from q4core import LifecycleError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from q4_actors.tensors.rings import RingForm
 
@@ -91,6 +91,9 @@ class RayRings(Rings):
             if not is_whole:
                 time.sleep(_LOOK_S)
         return True
+
+    def turns(self, own: Iterable[str], needs: Mapping[str, int], timeout: float, *, stop: str) -> None:
+        """Return None: rows come by Python here."""
 
     def rewind(self, stamp: int) -> None:
         """Set back every ring that has more rows."""

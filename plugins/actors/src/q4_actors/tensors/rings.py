@@ -23,7 +23,7 @@ from q4_actors.tensors.segment import Segment
 from q4core import LifecycleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 __all__ = ["RingForm", "Rings", "SharedRings"]
 
@@ -93,6 +93,24 @@ class Rings:
         wanted = [(self._places[name], least) for name, least in needs.items()]
         place = -1 if stop is None else self._places[stop]
         return bool(self._stamps.wait(wanted, place, timeout) == _REACHED)
+
+    def turns(self, own: Iterable[str], needs: Mapping[str, int], timeout: float, *, stop: str) -> Any:
+        """Return what waits and publishes between steps that one native call computes, None where nothing can.
+
+        Args:
+            own: Names of rings that each step publishes.
+            needs: Name → how many steps before its own a step reads.
+            timeout: Seconds that a step waits at most; the run ends then.
+            stop: Name of a ring whose stamp ends the run where it is not 0.
+
+        Returns:
+            ``Turns`` of the extension module: ``begin`` says which step is the first of a run.
+        """
+        if isinstance(self._stamps, _ThreadStamps):
+            return None
+        places = self._places
+        wanted = [(places[name], back) for name, back in needs.items()]
+        return self._stamps.turns([places[name] for name in own], wanted, places[stop], timeout)
 
     def rewind(self, stamp: int) -> None:
         """Set back every ring that has more rows, while no other thread uses it."""
