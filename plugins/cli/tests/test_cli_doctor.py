@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import types
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 import q4core as q4
-from q4_cli.doctor_report import environment_facts, survey_backends, versions
+from q4_cli.doctor_report import VARIABLES, environment_facts, survey_backends, versions
 from q4_cli.trial import try_commands, try_plugins
-from tests.support.commands import answer, process, say
+from tests.support.commands import ROOT, answer, process, say
 from tests.support.fakes import FakeBackend, plugin, registry
 from tests.support.limits import scaled
 from tests.support.managed import ATTRIBUTES, Broken, FakeProvider
@@ -82,6 +83,20 @@ def test_doctor_survives_broken_plugins(tmp_path: Path) -> None:
     strict = process("doctor", "--strict", variables=variables)
     assert strict.returncode == 1
     assert "boom at import" in strict.stdout
+
+
+def test_doctor_knows_every_variable() -> None:
+    """Names that a package of the repository reads are known, and are those of the page of commands.
+
+    ``Q4_NO_…`` are macros of CUDA sources.
+    """
+    places = [ROOT / "q4core", *(ROOT / "plugins").glob("*/src")]
+    sources = (path.read_text(encoding="utf-8") for place in places for path in place.rglob("*.py"))
+    read = {name for source in sources for name in re.findall(r'"(Q4_(?!NO_)[A-Z]{2}[A-Z0-9_]+)"', source)}
+    page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    table = page.partition("## Environment variables\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert read == set(VARIABLES) == set(re.findall(r"`(Q4_\w+)`", " ".join(rows)))
 
 
 def test_doctor_shows_variables_and_what_is_wrong_with_them() -> None:

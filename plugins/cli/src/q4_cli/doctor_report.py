@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = [
+    "VARIABLES",
     "environment_facts",
     "representative_request",
     "requests_of",
@@ -32,16 +33,20 @@ VARIABLES = (
     "Q4_CACHE",
     "Q4_CACHE_LIMIT",
     "Q4_COMPUTE_PATH",
+    "Q4_CPU_ISA",
     "Q4_DEBUG",
     "Q4_DEVICE",
     "Q4_DISABLE_PLUGINS",
     "Q4_DISABLE_UM",
     "Q4_LOG",
+    "Q4_NVFP4_LIBRARY",
     "Q4_PLUGINS",
     "Q4_PLUGIN_MODULES",
     "Q4_PRECISION",
+    "Q4_TRANSFORMERS",
     "Q4_UNIFIED_MEMORY",
 )
+"""Environment variables that the core and the plugins of its repository read."""
 _SIZE = 4096
 _LIBRARIES = ("attrs", "pluggy", "safetensors", "structlog", "typer", "rich")
 
