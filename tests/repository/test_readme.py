@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""What the README and the pages that it leads to show is what happens."""
 
 from __future__ import annotations
 
@@ -10,24 +10,42 @@ from typing import Any
 
 import pytest
 
-import q4core as q4
 from benchmarks import __main__ as benchmarks
 from q4_cpu_native.isa import native
 from tests.support.commands import run_python
 from tests.support.limits import scaled
+from tools.projects import projects
 
 SHOWN = "avx512"
 INT16_FAMILY = 2
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-COMMANDS = sorted({found.group(1) for found in re.finditer(r"^q4 (\w+)", README, re.MULTILINE)})
+FIRST_STEPS = (ROOT / "docs/first-steps.md").read_text(encoding="utf-8")
+COMMANDS = sorted(set(re.findall(r"^\| `q4 (\w+)", (ROOT / "docs/cli.md").read_text(encoding="utf-8"), re.MULTILINE)))
 
 
-def test_readme_has_examples() -> None:
-    """The tests below have something to run."""
-    assert EXAMPLES
-    assert {"doctor", "inspect", "explain", "quantize", "generate", "bench"} <= set(COMMANDS)
+def test_readme_is_short() -> None:
+    """It has one picture, three programs and fewer than 120 lines."""
+    assert len(README.splitlines()) < 120
+    assert len(EXAMPLES) == 3
+    assert len(re.findall(r"!\[", README)) == 1
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """Each link to a file or folder of the repository has it."""
+    targets = [link for link in re.findall(r"\]\(([^)\s]+)\)", README) if "://" not in link]
+    assert len(targets) > 20
+    assert [link for link in targets if not (ROOT / link).exists()] == []
+
+
+def test_states_of_backends_are_those_of_the_support_page() -> None:
+    """Each backend's formats and state are in both tables, word for word."""
+    support = (ROOT / "docs/support.md").read_text(encoding="utf-8")
+    section = support.partition("## Backends\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:3] == "| `"]
+    stated = re.findall(r"^\| (`[\w-]+`)[^|]* \| ([^|]+) \| (.+) \|$", README, re.MULTILINE)
+    assert stated == [(row[0], row[1], row[-1].replace("](gpu.md)", "](docs/gpu.md)")) for row in rows]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda _: "")
@@ -46,13 +64,13 @@ def instruction_sets() -> dict[str, tuple[bool, int]]:
 
 
 def test_the_report_is_the_one_shown(tmp_path: Path) -> None:
-    """What the README shows of ``session.report()`` is what its example prints on each instruction set of this machine.
+    """What the first steps show of ``session.report()`` is what they print on each instruction set of this machine.
 
-    The README shows that of AVX-512. Another set has its own name and its own number of rows; all else is equal.
+    The page shows that of AVX-512. Another set has its own name and its own number of rows; all else is equal.
     """
-    (example,) = (text for text in EXAMPLES if "session.report()" in text)
-    block = re.findall(r"^    (\S.*(?:\n    .*)*)", README.partition("`session.report()` says")[2], re.MULTILINE)[0]
-    shown = re.sub("^    ", "", block, flags=re.MULTILINE)
+    programs = re.findall(r"^```python\n(.*?)^```", FIRST_STEPS, re.DOTALL | re.MULTILINE)
+    (last,) = (number for number, text in enumerate(programs) if "session.report()" in text)
+    (shown,) = re.findall(r"^```text\n(linear: .*?)\n^```", FIRST_STEPS, re.DOTALL | re.MULTILINE)
     sets = instruction_sets()
     rows = sets[SHOWN][1]
     assert all(text in shown for text in (f"({SHOWN})", f"M 1…{rows - 1}: ", f"M {rows}…∞: "))
@@ -61,7 +79,8 @@ def test_the_report_is_the_one_shown(tmp_path: Path) -> None:
     for name, few in here.items():
         expected = shown.replace(f"({SHOWN})", f"({name})").replace(f"_{SHOWN}", f"_{name.replace('-', '_')}")
         expected = expected.replace(f"M 1…{rows - 1}: ", f"M 1…{few - 1}: ").replace(f"M {rows}…∞: ", f"M {few}…∞: ")
-        assert run_python(tmp_path, "-c", example, Q4_CPU_ISA=name).startswith(expected), name
+        printed = run_python(tmp_path, "-c", "".join(programs[: last + 1]), Q4_CPU_ISA=name)
+        assert expected in printed, name
 
 
 def test_ci_runs_the_two_commands() -> None:
@@ -72,10 +91,12 @@ def test_ci_runs_the_two_commands() -> None:
     assert all(f"\n{command} " in script.partition('/q4core"\n')[2] for command in commands)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/write-a-backend/index.md"])
-def test_installing_from_a_clone_names_what_it_needs(page: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "title"), [("docs/install.md", "## From a clone"), ("docs/write-a-backend/index.md", "## Install")]
+)
+def test_installing_from_a_clone_names_what_it_needs(page: str, title: str) -> None:
     """No index has our packages: those that pip is given depend on no other one, or pip would look there for it."""
-    section = (ROOT / page).read_text(encoding="utf-8").partition("## Install")[2].partition("\n## ")[0]
+    section = (ROOT / page).read_text(encoding="utf-8").partition(title)[2].partition("\n## ")[0]
     folders = set(re.findall(r"(?:-e |'\./)(\.|[a-z][\w/-]+)", section))
     projects = [(ROOT / folder / "pyproject.toml").read_text(encoding="utf-8") for folder in folders]
     names = {re.findall(r'^name = "(.*)"', text, re.MULTILINE)[0] for text in projects}
@@ -89,19 +110,16 @@ def _dependencies(project: str) -> str:
 
 
 def test_commands_are_there() -> None:
-    """``q4 --help`` lists each command that the README names."""
+    """``q4 --help`` lists each command of the page of commands, and the page has each that is listed."""
     command = [sys.executable, "-m", "q4_cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=True)
-    assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", done.stdout)] == []
+    assert sorted(re.findall(r"^\W*([a-z]+)  ", done.stdout.partition("Commands")[2], re.MULTILINE)) == COMMANDS
 
 
-@pytest.mark.parametrize("dialect", [item for item in q4.dialects() if item.formats], ids=lambda item: item.name)
-def test_table_names_the_dialects_of_each_format(dialect: q4.Dialect) -> None:
-    """The row of each format that a dialect holds has the dialect's name, as ``--dialect`` takes it."""
-    for name in dialect.formats:
-        row = re.search(rf"^\|[^|]*\b{name}\b[^|]*\|([^|]*)\|", README, re.IGNORECASE | re.MULTILINE)
-        assert row is not None, name
-        assert f"`{dialect.name}`" in row.group(1), name
+def test_every_package_is_on_the_page_of_packages() -> None:
+    """Each distribution of the repository has a row."""
+    text = (ROOT / "docs/packages.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `(q4[\w-]+)` \|", text, re.MULTILINE)) == sorted(item.name for item in projects())
 
 
 def test_benchmarks_that_are_named_are_there() -> None:

@@ -36,6 +36,16 @@ def test_every_dialect_has_its_formats() -> None:
     assert told == {dialect.name: set(dialect.formats) for dialect in q4.dialects() if dialect.formats}
 
 
+@pytest.mark.parametrize("dialect", [item for item in q4.dialects() if item.formats], ids=lambda item: item.name)
+def test_table_names_the_dialects_of_each_format(dialect: q4.Dialect) -> None:
+    """The row of each format that a dialect holds has the dialect's name, as ``--dialect`` takes it."""
+    section = SUPPORT.partition("## Formats\n")[2].partition("\n## ")[0]
+    for name in dialect.formats:
+        row = re.search(rf"^\|[^|]*\b{name}\b[^|]*\|([^|]*)\|", section, re.IGNORECASE | re.MULTILINE)
+        assert row is not None, name
+        assert f"`{dialect.name}`" in row.group(1), name
+
+
 def test_samples_have_the_sums_of_their_table() -> None:
     """The sentences before the table of samples, and README's, have the sums of its rows."""
     rows = re.findall(r"^\| `[a-z0-9-]+` \| \d+ \| (\d+) \| (\d+) \|$", SUPPORT, re.MULTILINE)

@@ -33,10 +33,17 @@ def _contributing() -> str:
     return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n")[2]
 
 
+def _extras() -> str:
+    """Return the extras of the core's own page, each with its first program."""
+    page = (ROOT / "q4core" / "README.md").read_text(encoding="utf-8")
+    return "### " + page.partition("\n## Extras\n")[2].partition("\n### ")[2].partition("\n`all` is")[0]
+
+
 MADE: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "performance": (performance.page, ("benchmarks/results/*.json",)),
     "compatibility": (compatibility.page, ("docs/certificates/*/*.md", "benchmarks/results/gpu-*.json")),
     "contributing": (_contributing, ("CONTRIBUTING.md",)),
+    "extras": (_extras, ("q4core/README.md",)),
 }
 """Name in a page's comment ``<!-- made: NAME -->`` → what makes the text there, and the files that it reads."""
 PUBLIC = (
