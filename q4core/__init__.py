@@ -96,7 +96,7 @@ from q4core.session.functions import (
 )
 from q4core.session.quantizing import Quantizer, quantize
 from q4core.session.session import Session, adopt_prepared, default_session, explain, export_prepared, linear, select
-from q4core.weight import Feature, PackedWeight, WeightSpec, cat
+from q4core.weight import Cover, Feature, PackedWeight, WeightSpec, cat
 
 __version__ = "0.1.0.dev0"
 
@@ -138,6 +138,7 @@ __all__ = [
     "CheckpointWriter",
     "ComputePath",
     "ConfigError",
+    "Cover",
     "Diagnostics",
     "Dialect",
     "DialectError",

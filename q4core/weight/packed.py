@@ -188,12 +188,30 @@ class PackedWeight:
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
         """Return rows (``dim=0``) or in-features (``dim=1``) ``start … start + length``, as views where possible.
 
-        Double-quantised scales whose second-level blocks would be cut become plain float32: the same values.
+        Two levels of scales become plain float32, the same values, where blocks of the second would be cut.
 
         Raises:
             WeightError: The range is outside the weight, or cuts a block or a packed group.
         """
         return slicing.narrow(self, dim, start, length)
+
+    def cover(self, *, rows: range | None = None, columns: range | None = None) -> slicing.Cover:
+        """Return the whole blocks that hold a range, as views where possible: for a part of a layer, cut anywhere.
+
+        Columns go out to the next ends of a block, or of a super-block; all are there with ``input_permutation``, which
+        spreads a range over all blocks. Rows go back to the next one that begins a block, where blocks are FLAT.
+
+        Args:
+            rows: Out-features, ``range(start, stop)``. Defaults to all.
+            columns: In-features. Defaults to all.
+
+        Returns:
+            The blocks, and what a call pads x by and cuts of y.
+
+        Raises:
+            WeightError: A range is empty or outside the weight, or columns are asked of FLAT blocks.
+        """
+        return slicing.cover(self, rows, columns)
 
     def take_rows(self, rows: torch.Tensor) -> PackedWeight:
         """Return the weight of some rows, copied, in the order asked for; see ``narrow`` for double quantisation.

@@ -17,6 +17,23 @@ if TYPE_CHECKING:
 _ROW_FIELDS = ("qdata", "scale", "offset", "zero")
 
 
+@attrs.frozen(eq=False)
+class Cover:
+    """Whole blocks of a weight that hold a range of its rows and in-features, as ``PackedWeight.cover`` returns them.
+
+    ``linear(torch.nn.functional.pad(x, cover.pad), cover.weight)[..., cover.cut]`` is the range's product with x.
+
+    Args:
+        weight: The blocks, [N', K'].
+        pad: Zeros that x needs before its first in-feature and after its last one.
+        cut: Which of the N' out-features are the range's.
+    """
+
+    weight: PackedWeight
+    pad: tuple[int, int]
+    cut: slice
+
+
 def _index_rows(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
     """Return ``tensor[rows]``; float8, which not every device can index, as bytes in between."""
     if isinstance(rows, slice):
@@ -119,18 +136,74 @@ def _pick(weight: PackedWeight, rows: slice | torch.Tensor, count: int) -> Packe
     return attrs.evolve(weight, out_features=count, **changes)
 
 
-def _narrow_columns(weight: PackedWeight, start: int, length: int) -> PackedWeight:
+def cover(weight: PackedWeight, rows: range | None, columns: range | None) -> Cover:
+    """Return the whole blocks that hold a range; see ``PackedWeight.cover``."""
+    n, k = weight.shape
+    rows, columns = range(n) if rows is None else rows, range(k) if columns is None else columns
+    for name, asked, total in (("rows", rows, n), ("columns", columns, k)):
+        if not isinstance(asked, range) or asked.step != 1 or not 0 <= asked.start < asked.stop <= total:
+            _fail(weight, "cover", name=name, rule=f"a range of step 1 in 0 … {total}", value=asked)
+    first, last, cut = columns.start, columns.stop, slice(0, len(rows))
+    if len(columns) == k or weight.input_permutation is not None:  # whose in-features are spread over the blocks
+        first, last = 0, k
+    else:
+        _require_row_blocks(weight, "cover of some in-features")
+        step = math.lcm(_column_step(weight), _super_block(weight) or 1)
+        first, last = first // step * step, min(-(-last // step) * step, k)
+        weight = weight if last - first == k else _narrow_columns(weight, first, last - first)
+    if len(rows) < n and weight.blocks is BlockOrder.FLAT:
+        weight, before = _flat_rows(weight, rows)
+        cut = slice(before, before + len(rows))
+    elif len(rows) < n:
+        weight = _pick(weight, slice(rows.start, rows.stop), len(rows))
+    return Cover(weight, (columns.start - first, last - columns.stop), cut)
+
+
+def _flat_rows(weight: PackedWeight, rows: range) -> tuple[PackedWeight, int]:
+    """Return rows of a FLAT weight from one at which a block starts, and how many of them come before those asked."""
+    plain = weight.with_plain_scale() if weight.nested_scale is not None else weight
+    k, block, per_byte = weight.in_features, weight.block_size, weight.packing.codes_per_byte
+    unit = math.lcm(block, per_byte)
+    first = rows.start - rows.start % (unit // math.gcd(unit, k))
+    ends = first * k, rows.stop * k
+    changes: dict[str, Any] = {"qdata": plain.qdata[ends[0] // per_byte : -(-ends[1] // per_byte)]}
+    for name in ("scale", "offset", "zero"):
+        if getattr(plain, name) is not None:
+            changes[name] = getattr(plain, name)[ends[0] // block : -(-ends[1] // block)]
+    return attrs.evolve(plain, out_features=rows.stop - first, **changes), rows.start - first
+
+
+def _column_step(weight: PackedWeight) -> int:
+    """Return how many in-features lie between two places at which both a block and a packed group end."""
+    return math.lcm(weight.block_size, _unit(weight))
+
+
+def _super_block(weight: PackedWeight) -> int:
+    """Return how many in-features share an entry of the second level of SUPER_BLOCK scales; 0 without one."""
+    return weight.block_size * weight.nested_block_size if weight.scale_kind is ScaleKind.SUPER_BLOCK else 0
+
+
+def _unit(weight: PackedWeight) -> int:
+    """Return how many codes of a row are stored together."""
     per_byte = weight.packing.codes_per_byte
     is_grouped = weight.qdata.dim() == 3  # noqa: PLR2004  # [N, G, P]
-    unit = weight.qdata.shape[2] * per_byte if is_grouped else max(weight.packing.group, per_byte)
-    step = math.lcm(weight.block_size, unit)
-    stop = start + length
+    return weight.qdata.shape[2] * per_byte if is_grouped else max(weight.packing.group, per_byte)
+
+
+def _narrow_columns(weight: PackedWeight, start: int, length: int) -> PackedWeight:
+    unit, step, stop = _unit(weight), _column_step(weight), start + length
     if start % step or (stop % step and stop != weight.in_features) or weight.input_permutation is not None:
         rule = f"multiples of {step} in a weight without input_permutation"
         _fail(weight, "narrow", name="start and length", rule=rule, value=(start, length))
-    plain = weight.with_plain_scale() if weight.nested_scale is not None else weight
-    per_unit = 1 if is_grouped else unit // per_byte
+    whole = _super_block(weight)
+    keeps_levels = whole > 0 and start % whole == 0 and (stop % whole == 0 or stop == weight.in_features)
+    plain = weight if weight.nested_scale is None or keeps_levels else weight.with_plain_scale()
+    per_unit = 1 if weight.qdata.dim() == 3 else unit // weight.packing.codes_per_byte  # noqa: PLR2004  # [N, G, P]
     changes: dict[str, Any] = {"qdata": plain.qdata[:, start // unit * per_unit : -(-stop // unit) * per_unit]}
+    for name in ("nested_scale", "nested_offset") if keeps_levels else ():
+        if (level := getattr(plain, name)) is not None:
+            by_row = level.reshape(weight.out_features, -1)
+            changes[name] = by_row[:, start // whole : -(-stop // whole)].reshape(-1)
     blocks = slice(start // weight.block_size, -(-stop // weight.block_size))
     for name in ("scale", "offset", "zero"):
         if getattr(plain, name) is not None:
