@@ -240,3 +240,17 @@ def test_an_input_of_other_numbers_than_spikes() -> None:
     x[140, 0, 3] = 0.5
     with pytest.raises(q4.InputError, match=r"0 and 1 alone.*0\.5"):
         network(x)
+
+
+@torch.no_grad()
+def test_the_rest_of_a_run_is_run_by_its_program() -> None:
+    """A few steps make no program, but run by the one that longer calls made: a run's last chunk does, too."""
+    network, x = network_of(LIF(10e-3, dt=DT)), (torch.rand(10, 1, 70) < 0.3).float()
+    first = network(x[:2])
+    assert "fewer than 4 steps" in network.record.reasons[0]
+    assert_same(first, by_loop(network, x[:2]))
+    network.run(iter(x), chunk=8)
+    assert (network.record.backend, network.record.calls) == ("cpu-native", 2)
+    longer = network(x)
+    assert_same(network(x[:1], longer[1]), by_loop(network, x[:1], longer[1]))
+    assert network.record.backend == "cpu-native"

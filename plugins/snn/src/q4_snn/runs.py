@@ -29,7 +29,7 @@ __all__ = ["NetworkRuns", "runs_of"]
 _MOST = 4
 """Programs of a network that stay: for so many batches and records."""
 _LEAST_STEPS = 4
-"""Fewer steps cost less one by one than a state's way to a program and back."""
+"""Fewer steps make no program, which costs more than they do; they run by one that is there."""
 
 Places = dict[str, tuple[str, "int | None"]]
 _runs: weakref.WeakKeyDictionary[nn.Module, NetworkRuns] = weakref.WeakKeyDictionary()
@@ -59,9 +59,11 @@ class NetworkRuns:
 
     def program(self, sequences: Mapping[str, torch.Tensor], places: Places) -> PopulationProgram | None:
         """Return what runs inputs [T, B, n], or None; ``record`` has the reason."""
-        reason = self._refusal(sequences)
+        reason, first = self._refusal(sequences), next(iter(sequences.values()))
+        if reason is None and len(first) < _LEAST_STEPS and self._key(first, places) not in self._programs:
+            reason = f"fewer than {_LEAST_STEPS} steps"
         if reason is None:
-            found = self._found(next(iter(sequences.values())), places)
+            found = self._found(first, places)
             if isinstance(found, PopulationProgram):
                 self.record = found.bound.record
                 return found
@@ -84,8 +86,6 @@ class NetworkRuns:
                 return f"input {name!r} is {x.dtype} on {x.device.type}, and programs take float32 on the CPU or a GPU"
         if len({x.device for x in sequences.values()}) > 1:
             return "inputs are on several devices"
-        if len(next(iter(sequences.values()))) < _LEAST_STEPS:
-            return f"fewer than {_LEAST_STEPS} steps"
         return None
 
     def run(
@@ -153,19 +153,21 @@ class NetworkRuns:
 
     def _found(self, x: torch.Tensor, places: Places) -> PopulationProgram | str:
         """Return the program of an input's batch and device and of what is recorded, or why there is none."""
-        record, batch = sorted({*places.values()}, key=str), x.shape[1]
-        key = batch, x.device, tuple(record), self._facts()
+        key = self._key(x, places)
         with self._lock:
             found = self._programs.get(key)
             if isinstance(found, PopulationProgram) and not found.bound.is_whole():
                 found = None
             if found is None:
-                found = self._made(batch, x.device, record)
+                found = self._made(x.shape[1], x.device, _record_of(places))
                 self._programs[key] = found
                 while len(self._programs) > _MOST:
                     self._programs.popitem(last=False)
             self._programs.move_to_end(key)
             return found
+
+    def _key(self, x: torch.Tensor, places: Places) -> Hashable:
+        return x.shape[1], x.device, tuple(_record_of(places)), self._facts()
 
     def _made(self, batch: int, device: torch.device, record: list[tuple[str, int | None]]) -> PopulationProgram | str:
         graph = self._graph
@@ -202,6 +204,10 @@ class NetworkRuns:
                 facts += [_mark(item) if isinstance(item, torch.Tensor) else item for item in numbers]
                 synapses = getattr(synapses, "inner", None)
         return tuple(facts)
+
+
+def _record_of(places: Places) -> list[tuple[str, int | None]]:
+    return sorted({*places.values()}, key=str)
 
 
 def _mark(value: torch.Tensor | None) -> Hashable:
