@@ -14,6 +14,7 @@ import q4core as q4
 from q4_lm.commands.declared import cache as cache_commands
 from q4_lm.commands.declared import prepare
 from q4_lm.prepared.container import Container
+from q4core.plugin_api import counted
 from tests.support.prepared import only_file
 
 if TYPE_CHECKING:
@@ -59,8 +60,11 @@ def test_prepare_list_verify_prune(tiny_llama: Path, tmp_path: Path, monkeypatch
     assert "removed 0 files" in invoke(cache, monkeypatch, "cache", "prune", "--limit", "1GB").stdout
     assert invoke(cache, monkeypatch, "cache", "prune").exit_code == 2
     assert only_file(cache).exists()
-    assert "removed 1 file," in invoke(cache, monkeypatch, "cache", "prune", "--limit", "0").stdout
-    assert [path.name for path in cache.iterdir() if path.name != "proofs"] == []
+    proofs = len([*cache.glob("proofs/*")])
+    removed = invoke(cache, monkeypatch, "cache", "prune", "--limit", "0").stdout
+    assert removed == f"removed 1 file, 0 MB, and {counted(proofs, 'file')} of proofs\n"
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
+    assert json.loads(invoke(cache, monkeypatch, "cache", "prune", "--limit", "0", "--json").stdout)["removed"] == []
 
 
 def test_prepare_says_why_not(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

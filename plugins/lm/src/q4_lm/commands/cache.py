@@ -15,7 +15,7 @@ from q4_lm.commands.progress import loading_shown, progress
 from q4_lm.generation.language_model import LanguageModel
 from q4_lm.prepared.container import Container
 from q4_lm.prepared.store import ABANDONED, Store, open_store, parse_size
-from q4core.plugin_api import counted, describe_exception
+from q4core.plugin_api import Proofs, counted, describe_exception
 
 if TYPE_CHECKING:
     from q4_lm.prepared.store import Entry
@@ -78,11 +78,17 @@ def list_(*, as_json: bool) -> None:
 def prune(*, limit: str, as_json: bool) -> None:
     """Remove what killed writers left, and the least recently used models; processes that have one open keep it."""
     store = _store()
-    removed = store.prune(parse_size("--limit", limit))
+    limit_bytes = parse_size("--limit", limit)
+    removed = store.prune(limit_bytes)
+    stored = Proofs.here(q4.default_registry()) if not limit_bytes else None
+    proofs = 0 if stored is None else stored.forget()
     if as_json:
-        typer.echo(json.dumps({**_of(store), "removed": [_plain(entry) for entry in removed]}, indent=2))
+        names = [_plain(entry) for entry in removed]
+        typer.echo(json.dumps({**_of(store), "removed": names, "proof_files_removed": proofs}, indent=2))
         return
-    typer.echo(f"removed {counted(len(removed), 'file')}, {sum(entry.nbytes for entry in removed) / 1e6:,.0f} MB")
+    size = f"{sum(entry.nbytes for entry in removed) / 1e6:,.0f} MB"
+    more = f", and {counted(proofs, 'file')} of proofs" if proofs else ""
+    typer.echo(f"removed {counted(len(removed), 'file')}, {size}{more}")
 
 
 def verify(*, as_json: bool) -> None:
