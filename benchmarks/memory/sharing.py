@@ -1,12 +1,13 @@
 """Costs of ``SharedMutableTensor`` between processes, compared with ``multiprocessing.Lock`` and ``share_memory_``.
 
-    python -m benchmarks.memory.sharing --json benchmarks/results/sharing.json
+    python -m benchmarks.memory.sharing
 
 Alone: one read and one update of 64 numbers, from Python, in one process: the least and the median of many rounds.
 Together: one writer and four readers, each a process. A reader sums the tensor, in a ``read()`` block or under a lock;
 an update is one addition, or one step of leaky integrate-and-fire neurons. Either may also compute for a while inside
 its block; the writer may rest between updates. In "taking alone" a reader only takes the tensor, since a sum costs
-more than that. Kinds take turns, so that other load of the machine affects all equally.
+more than that. Kinds take turns, so that other load of the machine affects all equally. The result is stored as
+``sharing``; a run of other rounds or seconds is no result, and lies in ``build/benchmarks``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ import json
 import mmap
 import multiprocessing
 import os
-import pathlib
-import platform
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from benchmarks import record
 from q4_actors import MutableMode, SharedMutableTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NUMBERS, READERS = 64, 4
+ROUNDS, SECONDS = 5, 1.0
 KINDS = ("lock", "versioned", "in_place")
 
 
@@ -199,19 +200,10 @@ def _work(board: memoryview, index: int, use: Callable[[], None], rest_s: float)
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print, and store the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each race")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each race")
     options = parser.parse_args(arguments)
-    result: dict[str, Any] = {
-        "cores": len(os.sched_getaffinity(0)),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_before": round(os.getloadavg()[0], 2),
-        "alone": alone(),
-        "together": [],
-    }
+    result: dict[str, Any] = {"alone": alone(), "together": []}
     for race in RACES:
         rounds = [{kind: together(kind, race, options.seconds) for kind in KINDS} for _ in range(options.rounds)]
         ratios = {
@@ -219,10 +211,9 @@ def main(arguments: list[str] | None = None) -> None:
             for kind in KINDS[1:]
         }
         result["together"].append({**attrs.asdict(race), "reads_over_lock": ratios, "rounds": rounds})
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+    is_whole = (options.rounds, options.seconds) == (ROUNDS, SECONDS)
+    print(f"written: {record.write('sharing', result, folder=record.RESULTS if is_whole else record.BUILD)}")
 
 
 if __name__ == "__main__":
