@@ -148,7 +148,7 @@ def main(options: Sequence[str] = ()) -> None:
     facts |= {"published_rates": {name: [*rates] for name, rates in PUBLISHED.items()}}
     facts |= {"verdicts": [item.to_json() for item in verdicts], "runs": runs, "full": full}
     is_whole = asked.nest is not None and asked.full and asked.seeds > 2 and asked.seconds >= 5  # noqa: PLR2004
-    path = record.write("microcircuit", facts, folder=record.RESULTS if is_whole else record.BUILD)
+    path = record.write(record.of_isa("microcircuit"), facts, folder=record.RESULTS if is_whole else record.BUILD)
     print(f"written: {path}")
 
 

@@ -119,6 +119,12 @@ def interleaved_us(
     return samples
 
 
+def of_isa(name: str) -> str:
+    """Return the name of a result: with the instruction set that ``Q4_CPU_ISA`` asks for, if it does."""
+    isa = os.environ.get("Q4_CPU_ISA")
+    return f"{name}-{isa}" if isa else name
+
+
 def write(name: str, result: Mapping[str, Any], *, folder: Path = RESULTS) -> Path:
     """Write one result as JSON, a list of numbers to a line, and return where it is.
 

@@ -247,4 +247,5 @@ def main(arguments: Sequence[str] = ()) -> None:
         print(f"{row['bytes_per_step']['written_bytes']:10,.0f} bytes written per step  {row['digest']}")
     for line in verdict.lines(judged):
         print(line)
-    print(f"written: {record.write('scaling', result, folder=record.BUILD if is_quick else record.RESULTS)}")
+    folder = record.BUILD if is_quick else record.RESULTS
+    print(f"written: {record.write(record.of_isa('scaling'), result, folder=folder)}")

@@ -37,6 +37,10 @@ RATES = (0.01, 0.03, 0.1, 0.3)
 TARGET = 3.0
 BY_STEP = "synaptic events/s at least 3 times a torch-based library's, step by step"
 AT_ONCE = "synaptic events/s at least 3 times a torch-based library's, all steps in one product"
+LAYER_US = {0.01: 15.0, 0.03: 30.0, 0.1: 65.0, 0.3: 170.0}
+"""Share of inputs that fire → the most that a step of the layer of 2,048 × 2,048 is to take."""
+CIRCUITS = {2000: (5.0, {"Brian2": 3.0, "NEST": 8.0}), 6000: (18.0, {"Brian2": 2.5, "NEST": 15.0})}
+"""Neurons → the most µs that a step is to take, and how many times as long simulators take."""
 SAME_SHARE, SAME_RATE = 1e-4, 0.05
 """Sums are rounded in other orders. In a layer that may flip this share of all spikes, where a membrane just passes the
 threshold; a circuit goes another way after that, and its rate may differ by this share."""
@@ -205,6 +209,24 @@ def _circuit(neurons: int, blocks: Sequence[int], python: str, missing: dict[str
     return {"neurons": neurons, "synapses": synapses, "step_s": spiking_circuit.STEP_S, "runs": found}
 
 
+def _judged(layer: Mapping[str, Any], circuits: Sequence[Mapping[str, Any]]) -> list[verdict.Verdict]:
+    """Compare the time of a step with what it is to take, and with other simulators'."""
+    target, found = "µs a step of the layer, median", []
+    for rate, most in LAYER_US.items():
+        own = next(row["us_per_step"]["median"] for row in layer["rows"] if (row["who"], row["rate"]) == (OURS, rate))
+        found.append(verdict.Verdict(target, f"{rate:.0%} of inputs", own, most, is_most=True))
+    for circuit in circuits:
+        runs, subject = circuit["runs"], f"{circuit['neurons']:,} neurons"
+        most, leads = CIRCUITS[circuit["neurons"]]
+        own = runs[OURS]["us_per_step"]["median"]
+        found.append(verdict.Verdict("µs a step of the circuit, median", subject, own, most, is_most=True))
+        for name, least in leads.items():
+            lead = runs[name]["us_per_step"]["median"] / own if name in runs else None
+            target = f"the circuit at least {least:g} times as fast as {name}"
+            found.append(verdict.Verdict(target, subject, lead, least, against=name))
+    return found
+
+
 def main(options: Sequence[str] = ()) -> None:
     """Measure, write ``snn.json`` and its picture, and print speeds and verdicts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks snn", description=__doc__)
@@ -226,7 +248,7 @@ def main(options: Sequence[str] = ()) -> None:
     finally:
         torch.set_num_threads(threads)
     long_run, found = spiking_long.measure(2000 if asked.quick else 100_000)
-    verdicts += found
+    verdicts += found if asked.quick else [*found, *_judged(layer, measured)]
     for name, held in layer["bytes_per_synapse"].items():
         print(f"{held:6.2f} bytes per synapse of the layer, {name} {layer['versions'][name]}")
     for name, why in missing.items():
@@ -235,6 +257,6 @@ def main(options: Sequence[str] = ()) -> None:
     result: dict[str, Any] = {"threads": 1, "batch": 1, "size": size, "steps": steps, "missing": missing}
     result |= {"verdicts": [item.to_json() for item in verdicts], "layer": layer, "circuits": measured}
     result["long_run"] = long_run
-    path = record.write("snn", result, folder=record.BUILD if asked.quick else record.RESULTS)
+    path = record.write(record.of_isa("snn"), result, folder=record.BUILD if asked.quick else record.RESULTS)
     picture = spiking_picture.draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))
     print(f"written: {path}, {picture}")
