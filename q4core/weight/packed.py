@@ -199,7 +199,8 @@ class PackedWeight:
         """Return the whole blocks that hold a range, as views where possible: for a part of a layer, cut anywhere.
 
         Columns go out to the next ends of a block, or of a super-block; all are there with ``input_permutation``, which
-        spreads a range over all blocks. Rows go back to the next one that begins a block, where blocks are FLAT.
+        spreads a range over all blocks. Of FLAT blocks, rows go back to the next one that begins a block, and columns
+        are copied, into ROW blocks that divide the FLAT ones.
 
         Args:
             rows: Out-features, ``range(start, stop)``. Defaults to all.
@@ -209,7 +210,8 @@ class PackedWeight:
             The blocks, and what a call pads x by and cuts of y.
 
         Raises:
-            WeightError: A range is empty or outside the weight, or columns are asked of FLAT blocks.
+            WeightError: A range is empty or outside the weight, or the format has no blocks so small that none
+                straddles rows, for columns of FLAT blocks.
         """
         return slicing.cover(self, rows, columns)
 

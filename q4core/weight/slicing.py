@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from q4core.errors import WeightError
-from q4core.formats import BlockOrder, ScaleKind, resolve_levels
+from q4core.formats import BlockOrder, ScaleKind, pack_codes, resolve_levels
 
 if TYPE_CHECKING:
     from q4core.weight.packed import PackedWeight
@@ -147,7 +147,7 @@ def cover(weight: PackedWeight, rows: range | None, columns: range | None) -> Co
     if len(columns) == k or weight.input_permutation is not None:  # whose in-features are spread over the blocks
         first, last = 0, k
     else:
-        _require_row_blocks(weight, "cover of some in-features")
+        weight = weight if weight.blocks is BlockOrder.ROW else _by_row(weight)
         step = math.lcm(_column_step(weight), _super_block(weight) or 1)
         first, last = first // step * step, min(-(-last // step) * step, k)
         weight = weight if last - first == k else _narrow_columns(weight, first, last - first)
@@ -171,6 +171,21 @@ def _flat_rows(weight: PackedWeight, rows: range) -> tuple[PackedWeight, int]:
         if getattr(plain, name) is not None:
             changes[name] = getattr(plain, name)[ends[0] // block : -(-ends[1] // block)]
     return attrs.evolve(plain, out_features=rows.stop - first, **changes), rows.start - first
+
+
+def _by_row(weight: PackedWeight) -> PackedWeight:
+    """Return a FLAT weight with ROW blocks: of the largest size by which no block straddles rows, with its values."""
+    n, k = weight.shape
+    block = math.gcd(k, weight.block_size)
+    legal, plain = weight.format.block_sizes, weight.with_plain_scale() if weight.nested_scale is not None else weight
+    if legal and block not in legal:
+        _require_row_blocks(weight, "cover of some in-features")
+    changes: dict[str, Any] = {"qdata": pack_codes(weight.codes().reshape(n, k), weight.packing)}
+    for name in ("scale", "offset", "zero"):
+        if getattr(plain, name) is not None:
+            repeated = getattr(plain, name).repeat_interleave(weight.block_size // block)
+            changes[name] = repeated[: n * k // block].reshape(n, -1)
+    return attrs.evolve(plain, blocks=BlockOrder.ROW, block_size=block, **changes)
 
 
 def _column_step(weight: PackedWeight) -> int:

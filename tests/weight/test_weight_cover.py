@@ -142,8 +142,21 @@ def test_illegal_ranges_are_refused(name: str, asked: Any) -> None:
     assert "'proj'" in str(caught.value)
 
 
-def test_columns_of_straddling_blocks_are_refused() -> None:
-    """In-features of blocks that run across rows share no block in all rows."""
+@hypothesis.given(st.sampled_from(["nf4", "fp4", "int4"]), st.integers(1, 9), st.integers(1, 10), st.data())
+@hypothesis.settings(max_examples=100)
+def test_columns_of_straddling_blocks(name: str, n: int, parts: int, data: st.DataObject) -> None:
+    """In-features of blocks that run across rows are copied into blocks that do not, where the format has such."""
+    kind = data.draw(st.sampled_from([kind for found, kind in FORMAT_KINDS if found == name]))
+    block, size = data.draw(st.sampled_from([(64, 32), (128, 32)] if name != "int4" else [(24, 4), (33, 11), (64, 1)]))
+    weight = random_weight(name, n, parts * size, kind, block=block, blocks=FLAT)
+    columns = data.draw(_ranges(weight.in_features))
+    cover = _assert_covers(weight, data.draw(_ranges(n)), columns)
+    if columns is not None and len(columns) < weight.in_features:
+        assert cover.weight.blocks is q4.BlockOrder.ROW
+
+
+def test_columns_that_straddle_every_block_are_refused() -> None:
+    """NF4 has no blocks of 4, as 100 in-features in blocks of 64 would need."""
     with pytest.raises(q4.WeightError) as caught:
         random_weight("nf4", 4, 100, Kind.PLAIN, blocks=FLAT).cover(columns=range(64))
     assert (caught.value.name, caught.value.value) == ("blocks", "FLAT")
