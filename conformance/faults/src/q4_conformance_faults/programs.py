@@ -101,6 +101,17 @@ def _of_tokens(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
         _changed(program, buffers, 1.001)
 
 
+def _short_of_a_span(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
+    step = program.steps[-1]
+    if step.op is Op.ATTEND_SPANS and len(program.steps) == 1:
+        spans = step.inputs[3].of(buffers[step.inputs[3].buffer])
+        first, last = spans[0, -2:].tolist()
+        if last - first > 1:
+            spans[0, -1] -= 1
+            REFERENCE.bind_program(program, buffers, ())()
+            spans[0, -1] += 1
+
+
 def _after_errors(program: Program, buffers: Sequence[Tensor], has_failed: bool) -> None:  # noqa: FBT001  # as ``harm``
     if has_failed:
         _changed(program, buffers)
@@ -130,6 +141,8 @@ for _name, _part, _says, _facts in (
     ("counts-tokens", "tokens", "13 tokens, 1 threads: other bits", {"harm": _with_tokens}),
     ("writes-behind-tokens", "tokens", "rows of other tokens were written", {"harm": _behind_tokens}),
     ("attends-roughly-to-tokens", "operations", "attention: 1 of", {"harm": _of_tokens}),
+    ("sees-a-key-too-few", "operations", "attend_spans", {"harm": _short_of_a_span}),
+    ("means-roughly", "operations", "mean_spans: 1 of", {"harm": _of(Op.MEAN_SPANS, 1.001)}),
     ("looks-late", "refused", "was refused after something was written", {"harm": _after_errors}),
     ("forks-badly", "forked", "in a process that was forked", {"harm": _in_forks}),
 ):

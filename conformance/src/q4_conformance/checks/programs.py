@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +18,7 @@ from q4_conformance.subjects.reference import require_device
 from q4core import InputError, LifecycleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
     from q4_conformance.contract.case import Case
@@ -53,7 +54,7 @@ def check_program_operations(case: Case, subject: BackendSubject) -> str:
     del case
     scenes = scenes_for(subject)
     count = 0
-    for op, inputs, sizes, numbers in scenes.operations(_positions(subject)):
+    for op, inputs, sizes, numbers in _operations(scenes, subject):
         scene = scenes.Scene(subject)
         out, *further = scene.add_alone(op, inputs, sizes, numbers)
         before = [tensor.to("cpu", copy=True) for tensor in scene.tensors]
@@ -74,9 +75,11 @@ def check_program_operations(case: Case, subject: BackendSubject) -> str:
     return f"{count} operations"
 
 
-def _positions(subject: BackendSubject) -> tuple[int, ...]:
-    """Return the numbers of positions that operations are judged with."""
-    return (1, 2, 5, 13) if "tokens" in subject.backend.capabilities.ops else (1,)
+def _operations(scenes: ModuleType, subject: BackendSubject) -> Iterator[Any]:
+    """Yield the operations that a backend is judged by: of one position, or of several, and over spans."""
+    has_tokens = "tokens" in subject.backend.capabilities.ops
+    yield from scenes.operations((1, 2, 5, 13) if has_tokens else (1,))
+    yield from scenes.of_spans() if has_tokens else ()
 
 
 def _judge(found: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | None) -> None:
@@ -204,7 +207,7 @@ def check_program_pages(case: Case, subject: BackendSubject) -> str:
     scenes = scenes_for(subject)
     if subject.device.type != "cpu":
         raise NotTestableError("only the CPU's memory can be made unreadable page by page")
-    for op, inputs, sizes, numbers in scenes.operations(_positions(subject)):
+    for op, inputs, sizes, numbers in _operations(scenes, subject):
         scene = scenes.Scene(subject, on_last_page, 0)
         scene.add_alone(op, inputs, sizes, numbers)
         scene.bound()()
@@ -222,18 +225,44 @@ def check_program_refused(case: Case, subject: BackendSubject) -> str:
     numbers, _ = scenes.decoder(case, scene)
     bound = scene.bound()
     held = scene.tensors[numbers.buffer]
-    wrong = ((-1, 0), (scenes.TOKENS, 0), (2**40, 0), (0, -1), (0, scenes.CAPACITY), (0, -(2**40)))
+    wrong: tuple[tuple[int, int], ...] = (
+        (-1, 0),
+        (scenes.TOKENS, 0),
+        (2**40, 0),
+        (0, -1),
+        (0, scenes.CAPACITY),
+        (0, -(2**40)),
+    )
     for pair in wrong:
         held[numbers.offset : numbers.offset + 2] = torch.tensor(pair)
         before = [tensor.clone() for tensor in scene.tensors]
         raised(InputError, bound, f"token {pair[0]} at position {pair[1]} was not refused")
         same = all(map(torch.equal, scene.tensors, before))
         expect(same, f"token {pair[0]} at position {pair[1]} was refused after something was written")
+    if "tokens" in subject.backend.capabilities.ops:
+        wrong += _refused_spans(scenes, subject)
     held[numbers.offset : numbers.offset + 2] = torch.tensor([1, 1])
     bound()
     held.resize_(held.numel() - 1)
     raised(LifecycleError, bound, "a buffer that was resized was not refused")
     return f"{len(wrong)} numbers, a buffer"
+
+
+def _refused_spans(scenes: ModuleType, subject: BackendSubject) -> tuple[tuple[int, int], ...]:
+    """Expect spans that are empty, or not inside, to be refused before anything is written; return them."""
+    wrong = ((0, 0), (3, 2), (-1, 2), (0, 41), (40, 41), (0, 2**40), (-(2**40), 1))
+    for op, inputs, sizes, numbers in itertools.islice(scenes.of_spans(), 2):
+        scene = scenes.Scene(subject)
+        scene.add_alone(op, inputs, sizes, numbers)
+        bound, place = scene.bound(), scene.steps[0].inputs[-1]
+        own = scene.tensors[place.buffer]
+        for pair in wrong:
+            own[place.offset + 20 : place.offset + 22] = torch.tensor(pair)
+            before = [tensor.clone() for tensor in scene.tensors]
+            raised(InputError, bound, f"{op.value} of the span {pair} was not refused")
+            same = all(map(torch.equal, scene.tensors, before))
+            expect(same, f"{op.value} of the span {pair} was refused after something was written")
+    return wrong
 
 
 @check("program_quiet")

@@ -16,7 +16,7 @@ _ROUNDINGS = 16
 _UNIT = 2.0**-24
 
 
-def exact_operation(  # noqa: C901, PLR0911  # one case per operation
+def exact_operation(  # noqa: C901, PLR0911, PLR0912  # one case per operation
     op: Op, inputs: Sequence[torch.Tensor], numbers: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return an operation's float64 result, and by how much a float32 one may differ; None for not at all."""
@@ -52,6 +52,19 @@ def exact_operation(  # noqa: C901, PLR0911  # one case per operation
             _turned(own, other[place], pairs=bool(numbers[0])) for own, place in zip(each, inputs[2][0], strict=True)
         ]
         return torch.cat(rows), _ROUNDINGS * _UNIT * 4 * x.abs().max() * (other.abs().max() + 0 * x)
+    if op in {Op.ATTEND_SPANS, Op.MEAN_SPANS}:
+        spans = inputs[-1].view(-1, 2).tolist()
+        if op is Op.MEAN_SPANS:
+            rows = [x[first:last] for first, last in spans]
+            found = [(row.mean(0), (len(row) + _ROUNDINGS) * _UNIT * row.abs().mean(0)) for row in rows]
+        else:
+            heads, kv_heads, scale = int(numbers[0]), int(numbers[1]), numbers[2]
+            keys, values = (side.double().unflatten(1, (kv_heads, -1)) for side in inputs[1:3])
+            found = [
+                _seen(own.view(heads, -1), keys[first:last], values[first:last], scale)
+                for own, (first, last) in zip(x, spans, strict=True)
+            ]
+        return torch.stack([y for y, _ in found]), torch.stack([bound for _, bound in found])
     if op is Op.ATTENTION:
         each, places = x.chunk(inputs[3].numel()), inputs[3][0].tolist()
         found = [_attended(own, other, inputs[2].double(), at, numbers) for own, at in zip(each, places, strict=True)]
@@ -102,3 +115,15 @@ def _attended(
         scores = scale * (keys[seen].abs() @ own.abs()).max() * (len(own) + _ROUNDINGS)
         bounds.append((2 * scores + position + _ROUNDINGS) * _UNIT * (weights @ values[seen].abs()))
     return torch.stack(rows), torch.stack(bounds)
+
+
+def _seen(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of one row's heads to rows of keys [rows, kv_heads, C], and its bound, each flat."""
+    group = len(query) // keys.shape[1]
+    found = []
+    for head, own in enumerate(query):
+        place = head // group
+        found.append(_attended(own[None], keys[:, place], values[:, place], len(keys) - 1, (1, scale, 0)))
+    return torch.cat([y.flatten() for y, _ in found]), torch.cat([bound.flatten() for _, bound in found])

@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from q4_programs import BoundProgram
     from q4core import Q4Linear
 
-__all__ = ["CANARY", "CAPACITY", "TOKENS", "Op", "Scene", "decoder", "draw", "exact_operation", "operations"]
+__all__ = [
+    "CANARY",
+    "CAPACITY",
+    "TOKENS",
+    "Op",
+    "Scene",
+    "decoder",
+    "draw",
+    "exact_operation",
+    "of_spans",
+    "operations",
+]
 
 CANARY = 97.0
 _MARGIN = 19
@@ -176,6 +187,21 @@ def operations(
             yield Op.STORE, [query, places], (heads * CAPACITY, size), ()
         for turned, pairs in itertools.product((size, size // 2), (0, 1)):
             yield Op.ROTARY, [query, draw(CAPACITY, turned), places], shape, (pairs,)
+
+
+def of_spans() -> Iterator[tuple[Op, list[torch.Tensor], tuple[int, int], tuple[float, ...]]]:
+    """Yield the operations over spans, as ``operations`` does: each row's own sequence, itself alone, and windows."""
+    alone = torch.arange(40)[:, None] + torch.tensor([0, 1])
+    windows = torch.stack((torch.arange(40) - 4, torch.arange(40) + 7), 1).clamp(0, 40)
+    whole = torch.tensor([[0, 1]] + [[1, 3]] * 2 + [[3, 20]] * 17 + [[20, 40]] * 20)
+    mixed = torch.cat((alone[:7], windows[7:25], whole[25:30]))
+    for (heads, kv_heads, size), spans in itertools.product(
+        ((1, 1, 8), (6, 2, 24), (4, 4, 32), (14, 1, 17), (2, 2, 65)), (alone, windows, whole, mixed)
+    ):
+        query, sides = draw(len(spans), heads * size), [draw(40, kv_heads * size, seed=seed) for seed in (1, 2)]
+        shape = (len(spans), heads * size)
+        yield Op.ATTEND_SPANS, [query, *sides, spans.reshape(1, -1)], shape, (heads, kv_heads, size**-0.5)
+        yield Op.MEAN_SPANS, [sides[0], spans.reshape(1, -1)], (len(spans), kv_heads * size), ()
 
 
 def decoder(case: Case, scene: Scene, tokens: int = 1) -> tuple[View, list[View]]:

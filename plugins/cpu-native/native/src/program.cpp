@@ -80,6 +80,8 @@ int32_t q4_program::read_indices() {
         std::memcpy(to, v.data, static_cast<size_t>(v.columns) * 8);
         for (int64_t j = 0; j < v.columns; ++j)
             if (to[j] < 0 || to[j] >= at.range) return static_cast<int32_t>(i) + 1;
+        for (int64_t j = 0; q4::spans_input(bound_[i].step) >= 0 && j < v.columns; j += 2)
+            if (to[j] >= to[j + 1]) return static_cast<int32_t>(i) + 1;
     }
     return 0;
 }
@@ -236,6 +238,49 @@ void q4_program::attend(const q4::Bound& b, const q4_step& s, int me, int team) 
     }
 }
 
+// The same of rows that each see a span of the keys. Rows whose spans have no key in common are not taken together.
+void q4_program::attend_spans(const q4::Bound& b, const q4_step& s, int me, int team) {
+    using namespace q4;
+    const q4_view &x = s.inputs[0], &keys = s.inputs[1], &values = s.inputs[2];
+    const auto heads = static_cast<int64_t>(s.numbers[0]), kv_heads = static_cast<int64_t>(s.numbers[1]);
+    const int64_t shares = heads / kv_heads, columns = x.columns / heads, count = x.rows * shares, room = ceil_div(keys.rows, 16) * 16;
+    int64_t turn = 0;
+    for (int64_t head = 0; head < kv_heads; ++head) {
+        for (int64_t from = 0, to; from < count; from = to) {
+            int64_t first = 0, last = keys.rows;  // what all of them see
+            for (to = from; to < count && to - from < Queries::kMost; ++to) {
+                const int64_t* span = b.indices + to / shares * 2;
+                first = std::max(first, span[0]), last = std::min(last, span[1]);
+                if (first >= last) break;
+            }
+            if (turn++ % team != me) continue;
+            Queries q;
+            q.keys = row<const float>(keys, 0) + head * columns, q.values = row<const float>(values, 0) + head * columns;
+            q.key_stride = keys.stride, q.value_stride = values.stride, q.columns = columns, q.scale = static_cast<float>(s.numbers[2]);
+            for (int64_t i = from; i < to; ++i) {
+                const int64_t r = i / shares, place = (head * shares + i % shares) * columns;
+                q.each[q.count] = {row<const float>(x, r) + place, row<float>(s.outputs[0], r) + place,
+                                   threads_memory_[static_cast<size_t>(me)].scores + q.count * room, b.indices[2 * r], b.indices[2 * r + 1]};
+                ++q.count;
+            }
+            do_.attend(q);
+        }
+    }
+}
+
+void q4_program::mean_spans(const q4::Bound& b, const q4_step& s, q4::Range columns) {
+    using namespace q4;
+    const q4_view &x = s.inputs[0], &y = s.outputs[0];
+    const int64_t width = columns.to - columns.from;
+    for (int64_t r = 0; r < y.rows && width > 0; ++r) {
+        const int64_t first = b.indices[2 * r], last = b.indices[2 * r + 1];
+        auto* out = row<float>(y, r) + columns.from;
+        std::copy_n(row<const float>(x, first) + columns.from, width, out);
+        for (int64_t i = first + 1; i < last; ++i) do_.combine(true, out, row<const float>(x, i) + columns.from, out, width);
+        if (last - first > 1) do_.affine(out, 1.0f / static_cast<float>(last - first), 0.0f, out, width);
+    }
+}
+
 void q4_program::perform(const q4::Bound& b, int me, int team, int64_t round) {
     using namespace q4;
     q4_step moved;
@@ -255,6 +300,8 @@ void q4_program::perform(const q4::Bound& b, int me, int team, int64_t round) {
     const int64_t from = columns.from, width = columns.to - columns.from;
     if (b.linear) return linear(*b.linear, me, team);
     if (s.op == Q4_ATTENTION) return attend(b, s, me, team);
+    if (s.op == Q4_ATTEND_SPANS) return attend_spans(b, s, me, team);
+    if (s.op == Q4_MEAN_SPANS) return mean_spans(b, s, columns);
     if (width <= 0) return;
     for (int64_t r = rows.from; r < rows.to; ++r) {
         const auto* in = row<const float>(x, r);

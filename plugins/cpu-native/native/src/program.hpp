@@ -147,6 +147,8 @@ struct q4_program {
     q4::Range part_of_columns(int64_t columns, int me, int team) const;
     void linear(q4::Linear& l, int me, int team);
     void attend(const q4::Bound& b, const q4_step& s, int me, int team);
+    void attend_spans(const q4::Bound& b, const q4_step& s, int me, int team);
+    void mean_spans(const q4::Bound& b, const q4_step& s, q4::Range columns);
     void resize(int64_t tokens);
 
     const q4::Kernels& kernels_;

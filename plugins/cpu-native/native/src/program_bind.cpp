@@ -54,11 +54,11 @@ double cost_ns(const Bound& b) {
     if (b.linear) return static_cast<double>(b.linear->at.tiles * b.linear->at.tile_bytes) * (1.0 + rows / 4.0) / 20.0;
     if (s.op == Q4_LINEAR) return size * static_cast<double>(s.outputs[0].columns) / 8.0;
     if (s.op == Q4_EMBEDDING) return static_cast<double>(s.outputs[0].rows * s.outputs[0].columns);
-    if (s.op == Q4_ATTENTION) return size * static_cast<double>(s.inputs[1].rows) / 8.0;
+    if (s.op == Q4_ATTENTION || s.op == Q4_ATTEND_SPANS) return size * static_cast<double>(s.inputs[1].rows) / 8.0;
     // Of one source in 100 that fires; and an event takes 4 ns.
     if (s.op == Q4_SPIKES) return static_cast<double>(s.layer->matrix.rows) * static_cast<double>(s.layer->matrix.columns) * 0.01;
     if (s.op == Q4_SEND) return static_cast<double>(s.synapses->entries) * 0.01 * 4.0;
-    return is_activation(s.op) || s.op >= Q4_SOFTMAX ? size : size / 8.0;
+    return is_activation(s.op) || (s.op >= Q4_SOFTMAX && s.op != Q4_MEAN_SPANS) ? size : size / 8.0;
 }
 
 }  // namespace
@@ -124,13 +124,13 @@ std::vector<q4::Access> q4_program::accesses(const q4::Bound& b, int64_t round) 
         const bool is_beside = i > 0 && s.op != Q4_ADD && s.op != Q4_MULTIPLY;
         const bool is_norm = s.op == Q4_RMS_NORM || s.op == Q4_LAYER_NORM;
         // All bits are read by each thread; vectors are never written; everything else of neurons is each thread's own.
-        const bool is_spread = s.op == Q4_ATTENTION && tokens_of(s) > 1;  // tokens by turns
+        const bool is_spread = (s.op == Q4_ATTENTION && tokens_of(s) > 1) || s.op == Q4_ATTEND_SPANS;  // tokens by turns
         const bool is_whole = is_spiking(s.op) ? s.op == Q4_SPIKES || (s.op == Q4_SEND && i == 0)
                                                : is_product || is_beside || is_spread || (is_norm && b.split == Split::COLUMNS);
         add(s.inputs[i], input_bytes(s, i), false, is_whole, ring_use(s, true, i));
     }
     for (int i = 0; i < s.output_count; ++i)
-        add(s.outputs[i], output_bytes(s, i), true, s.op == Q4_STORE || s.op == Q4_ARGMAX || (s.op == Q4_ATTENTION && tokens_of(s) > 1), ring_use(s, false, i));
+        add(s.outputs[i], output_bytes(s, i), true, s.op == Q4_STORE || s.op == Q4_ARGMAX || s.op == Q4_ATTEND_SPANS || (s.op == Q4_ATTENTION && tokens_of(s) > 1), ring_use(s, false, i));
     if (b.linear && b.linear->is_shared) {  // the rows as laid out, which stand for one byte here
         const q4_view rows{const_cast<Line*>(memory_.data()), 1, 1, 1};
         add(rows, 1, !b.linear->has_layout, true);
@@ -194,6 +194,7 @@ void q4_program::take_memory() {
     for (const Bound& b : bound_) {
         const q4_step& s = b.step;
         if (s.op == Q4_ATTENTION) scores = std::max(scores, lines(s.inputs[1].rows / static_cast<int64_t>(s.numbers[0]) * 4) * std::min<int64_t>(Queries::kMost, s.inputs[0].rows));
+        if (s.op == Q4_ATTEND_SPANS) scores = std::max(scores, lines(s.inputs[1].rows * 4) * Queries::kMost);
         const Indices at(s);
         if (at.input >= 0) indices += s.inputs[at.input].columns;
         if (s.op == Q4_SPIKES) spikes = std::max(spikes, lines(b.sender->layer.matrix.columns * static_cast<int64_t>(sizeof(Spike))));
@@ -249,10 +250,10 @@ bool q4_program::take_tokens(const int64_t* tokens, int64_t most) {
     };
     for (Bound& b : bound_) {
         q4_step& s = b.step;
-        if (s.op > Q4_COPY) return false;
+        if (s.op > Q4_COPY && spans_input(s) < 0) return false;
         for (int i = 0; i < s.input_count; ++i) {
             const bool is_other = (s.op == Q4_ADD || s.op == Q4_MULTIPLY) && i == 1 && s.inputs[1].rows > 1;
-            if (has_int64_input(s, i) ? !add(s.inputs[i].columns) : (i == 0 || is_other) && !add(s.inputs[i].rows)) return false;
+            if (has_int64_input(s, i) ? !add(s.inputs[i].columns) : ((i == 0 && s.op != Q4_MEAN_SPANS) || is_other) && !add(s.inputs[i].rows)) return false;
         }
         if (s.op != Q4_STORE && !add(s.outputs[0].rows)) return false;
     }

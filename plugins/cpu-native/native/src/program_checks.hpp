@@ -65,6 +65,7 @@ inline Split split_of(const q4_step& s) {
         return s.inputs[1].columns == 1 ? Split::ROWS : Split::COLUMNS;
     case Q4_ROTARY:
     case Q4_ATTENTION:
+    case Q4_ATTEND_SPANS:
     case Q4_SOFTMAX:
     case Q4_ARGMAX:
     case Q4_TOP_K: return Split::ROWS;
@@ -76,6 +77,9 @@ inline Split split_of(const q4_step& s) {
 inline int positions_input(const q4_step& s) {
     return s.op == Q4_ROTARY ? 2 : s.op == Q4_STORE ? 1 : s.op == Q4_ATTENTION ? 3 : -1;
 }
+// The input of spans, a pair of numbers for each row of the output: the first row of another input, and behind the last one.
+inline int spans_input(const q4_step& s) { return s.op == Q4_ATTEND_SPANS ? 3 : s.op == Q4_MEAN_SPANS ? 1 : -1; }
+inline bool has_spans(const q4_step& s) { return is_shape(s.inputs[spans_input(s)], 1, 2 * s.outputs[0].rows); }
 inline int64_t tokens_of(const q4_step& s) { return positions_input(s) < 0 ? 1 : s.inputs[positions_input(s)].columns; }
 // Whether x has as many rows for each token as for another.
 inline bool has_positions(const q4_step& s) {
@@ -115,7 +119,7 @@ inline RingUse ring_use(const q4_step& s, bool is_input, int i) {
 }
 
 inline bool has_int64_input(const q4_step& s, int i) {
-    return i == clock_input(s) || (s.op == Q4_EMBEDDING && i == 0) || i == positions_input(s);
+    return i == clock_input(s) || (s.op == Q4_EMBEDDING && i == 0) || i == positions_input(s) || i == spans_input(s);
 }
 inline bool has_int64_output(const q4_step& s, int i) { return has_bits_output(s, i) || s.op == Q4_ARGMAX || (s.op == Q4_TOP_K && i == 1); }
 
@@ -136,6 +140,7 @@ struct Indices {
         if (s.op == Q4_ROTARY) range = s.inputs[1].rows;
         if (s.op == Q4_STORE) range = s.outputs[0].rows / (s.inputs[0].rows / tokens_of(s));
         if (s.op == Q4_ATTENTION) range = s.inputs[1].rows / static_cast<int64_t>(s.numbers[0]);
+        if (spans_input(s) >= 0) range = s.inputs[s.op == Q4_ATTEND_SPANS ? 1 : 0].rows + 1;
         if (is_spiking(s.op)) range = kMostRounds;
     }
 };
@@ -186,6 +191,15 @@ inline bool is_attention(const q4_step& s) {
     if (!is_whole(s.numbers[0], 1, static_cast<double>(heads)) || !is_whole(s.numbers[2], 0, 1 << 30)) return false;
     const auto kv_heads = static_cast<int64_t>(s.numbers[0]);
     return heads % kv_heads == 0 && keys.rows % kv_heads == 0 && !std::isnan(s.numbers[1]);
+}
+
+inline bool is_attention_of_spans(const q4_step& s) {
+    const q4_view &query = s.inputs[0], &keys = s.inputs[1], &values = s.inputs[2], &y = s.outputs[0];
+    if (!has_counts(s, 4, 1, 3) || !is_shape(y, query.rows, query.columns) || !has_spans(s)) return false;
+    if (!is_whole(s.numbers[0], 1, static_cast<double>(query.columns)) || !is_whole(s.numbers[1], 1, s.numbers[0])) return false;
+    const auto heads = static_cast<int64_t>(s.numbers[0]), kv_heads = static_cast<int64_t>(s.numbers[1]);
+    if (query.columns % heads || heads % kv_heads || keys.columns != query.columns / heads * kv_heads) return false;
+    return is_shape(values, keys.rows, keys.columns) && !std::isnan(s.numbers[2]);
 }
 
 inline bool is_vector(const q4_view& v, int64_t columns) { return v.rows == 1 && (v.columns == 1 || v.columns == columns); }
@@ -286,6 +300,8 @@ inline bool has_sound_shapes(const q4_step& s) {
     case Q4_STORE:
         return has_counts(s, 2, 1, 0) && has_positions(s) && y.columns == x.columns && y.rows % (x.rows / tokens_of(s)) == 0;
     case Q4_ATTENTION: return is_attention(s);
+    case Q4_ATTEND_SPANS: return is_attention_of_spans(s);
+    case Q4_MEAN_SPANS: return has_counts(s, 2, 1, 0) && y.columns == x.columns && has_spans(s);
     case Q4_ADD:
     case Q4_MULTIPLY:
         return has_counts(s, 2, 1, 0) && is_like_x && s.inputs[1].columns == x.columns &&
@@ -300,7 +316,7 @@ inline bool has_sound_shapes(const q4_step& s) {
 }
 
 inline bool is_sound(const q4_step& s) {
-    if (s.op < Q4_EMBEDDING || s.op > Q4_UNPACK) return false;
+    if (s.op < Q4_EMBEDDING || s.op > Q4_MEAN_SPANS) return false;
     if ((s.layer && s.op != Q4_EMBEDDING && s.op != Q4_LINEAR && s.op != Q4_SPIKES) || (s.synapses && s.op != Q4_SEND)) return false;
     if (s.input_count < 1 || s.input_count > Q4_MOST_INPUTS || s.output_count < 1 || s.output_count > Q4_MOST_OUTPUTS) return false;
     for (int i = 0; i < s.input_count; ++i)

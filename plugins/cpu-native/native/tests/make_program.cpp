@@ -47,6 +47,17 @@ class Maker {
         return {data, 1, count, count};
     }
 
+    // For each row the first one of what it sees, and the one behind the last: mostly as those of the row before.
+    q4_view spans(int64_t rows, int64_t seen) {
+        auto* data = reinterpret_cast<int64_t*>(bytes(16 * rows, 8));
+        for (int64_t i = 0; i < rows; ++i) {
+            const bool is_same = i && r_.chance(0.6);
+            data[2 * i] = is_same ? data[2 * i - 2] : r_.between(0, seen - 1);
+            data[2 * i + 1] = is_same && r_.chance(0.7) ? data[2 * i - 1] : r_.between(data[2 * i] + 1, seen);
+        }
+        return {data, 1, 2 * rows, 2 * rows};
+    }
+
     // What a step reads: the start of something there is, in its own or another shape, or something new.
     q4_view input(int64_t rows, int64_t columns) {
         for (int turn = 0; turn < 4 && !floats_.empty(); ++turn) {
@@ -93,7 +104,9 @@ class Maker {
     void add_step() {
         Step step{};
         q4_step& s = step.step;
-        s.op = static_cast<int32_t>(r_.chance(0.3) ? int64_t{Q4_LINEAR} : r_.between(Q4_EMBEDDING, Q4_TOP_K));
+        s.op = static_cast<int32_t>(r_.chance(0.3)   ? int64_t{Q4_LINEAR}
+                                    : r_.chance(0.1) ? r_.between(Q4_ATTEND_SPANS, Q4_MEAN_SPANS)
+                                                     : r_.between(Q4_EMBEDDING, Q4_TOP_K));
         s.input_count = s.output_count = 1;
         const auto with = [&](const q4_view& v) { s.inputs[s.input_count++] = v; };
         const auto number = [&](double value) { s.numbers[s.number_count++] = value; };
@@ -169,6 +182,23 @@ class Maker {
             index(capacity, count);
             number(static_cast<double>(kv_heads)), number(r_.uniform() * 0.3), number(r_.chance(0.5) ? 0.0 : static_cast<double>(r_.between(1, 30)));
             gives(count * kv_heads * shares, columns);
+            break;
+        }
+        case Q4_ATTEND_SPANS: {
+            const int64_t kv_heads = r_.between(1, 3), shares = r_.between(1, 3), columns = r_.chance(0.5) ? 64 : r_.between(1, 90);
+            const int64_t rows = r_.chance(0.1) ? r_.between(13, 40) : r_.between(1, 9), seen = r_.chance(0.2) ? r_.between(20, 90) : r_.between(1, 20);
+            s.inputs[0] = input(rows, kv_heads * shares * columns);
+            with(input(seen, kv_heads * columns)), with(fresh(seen, kv_heads * columns));
+            step.index_input = 3, with(spans(rows, seen));
+            number(static_cast<double>(kv_heads * shares)), number(static_cast<double>(kv_heads)), number(r_.uniform() * 0.3);
+            gives(rows, kv_heads * shares * columns);
+            break;
+        }
+        case Q4_MEAN_SPANS: {
+            s.inputs[0] = any_input();
+            const int64_t rows = r_.between(1, 9);
+            step.index_input = 1, with(spans(rows, s.inputs[0].rows));
+            gives(rows, s.inputs[0].columns);
             break;
         }
         case Q4_TOP_K: {

@@ -69,6 +69,13 @@ struct Everything {
             step.inputs[0] = heads, with(cache), with({values.data(), kHeads * kCapacity, kColumns, kColumns}), with(place);
             number(kHeads), number(0.1), number(0), step.outputs[0] = heads_out;
             break;
+        case Q4_ATTEND_SPANS:
+            index = {2, 4, 0}, with({keys.data(), kCapacity, kWidth, kWidth}), with({values.data(), kCapacity, kWidth, kWidth});
+            with({index.data(), 1, 2, 2}), number(kHeads), number(kHeads), number(0.1);
+            break;
+        case Q4_MEAN_SPANS:
+            index = {2, 4, 0}, step.inputs[0] = {keys.data(), kCapacity, kWidth, kWidth}, with({index.data(), 1, 2, 2});
+            break;
         case Q4_ADD:
         case Q4_MULTIPLY: with(beside); break;
         case Q4_AFFINE: number(2), number(1); break;
@@ -80,7 +87,8 @@ struct Everything {
         }
     }
     int index_input() const {
-        return step.op == Q4_EMBEDDING ? 0 : step.op == Q4_ROTARY ? 2 : step.op == Q4_STORE ? 1 : step.op == Q4_ATTENTION ? 3 : -1;
+        if (step.op == Q4_ATTENTION || step.op == Q4_ATTEND_SPANS) return 3;
+        return step.op == Q4_EMBEDDING ? 0 : step.op == Q4_ROTARY ? 2 : step.op == Q4_STORE || step.op == Q4_MEAN_SPANS ? 1 : -1;
     }
     // A packed product or embedding in place of a dense one.
     void pack() {
@@ -157,6 +165,14 @@ const Spoilt kSpoilt[] = {
     {"a negative window", Q4_ATTENTION, [](Everything& e) { e.step.numbers[2] = -1.0; }},
     {"keys of other columns", Q4_ATTENTION, [](Everything& e) { e.step.inputs[1].columns = 8; }},
     {"fewer values than keys", Q4_ATTENTION, [](Everything& e) { e.step.inputs[2].rows = kHeads; }},
+    {"no heads", Q4_ATTEND_SPANS, [](Everything& e) { e.step.numbers[0] = e.step.numbers[1] = 0.0; }},
+    {"two kv heads of three for spans", Q4_ATTEND_SPANS, [](Everything& e) { e.step.numbers[1] = 2.0; }},
+    {"heads of other columns", Q4_ATTEND_SPANS, [](Everything& e) { e.step.numbers[0] = e.step.numbers[1] = 5.0; }},
+    {"keys of one head of three", Q4_ATTEND_SPANS, [](Everything& e) { e.step.numbers[1] = 1.0; }},
+    {"fewer values than keys of spans", Q4_ATTEND_SPANS, [](Everything& e) { e.step.inputs[2].rows = 2; }},
+    {"one number for a span", Q4_ATTEND_SPANS, [](Everything& e) { e.step.inputs[3].columns = 1; }},
+    {"two spans for a mean", Q4_MEAN_SPANS, [](Everything& e) { e.step.inputs[1].columns = e.step.inputs[1].stride = 4; }},
+    {"a mean of other columns", Q4_MEAN_SPANS, [](Everything& e) { e.step.outputs[0].columns = 16; }},
     {"two rows for one", Q4_ADD, [](Everything& e) { e.step.inputs[1].rows = 2, e.step.inputs[1].columns = e.step.inputs[1].stride = 24; }},
     {"k of 0", Q4_TOP_K, [](Everything& e) { e.step.numbers[0] = 0.0; }},
     {"k above the columns", Q4_TOP_K, [](Everything& e) { e.step.numbers[0] = kWidth + 1.0; }},
@@ -173,7 +189,7 @@ int judge_steps(int32_t isa) {
     const auto fail = [&](const char* what, int op, int status) {
         ++failures, std::printf("program-bad: %s, operation %d: returned %d\n", what, op, status);
     };
-    for (int32_t op = Q4_EMBEDDING; op <= Q4_TOP_K; ++op) {
+    for (int32_t op = Q4_EMBEDDING; op <= Q4_MEAN_SPANS; op = op == Q4_TOP_K ? Q4_ATTEND_SPANS : op + 1) {
         const Everything good(Q4_COPY, isa);
         for (const bool is_packed : {false, true}) {
             Everything e(op, isa);
@@ -210,6 +226,18 @@ int judge_steps(int32_t isa) {
             if (status != 2 || program) fail(item.what, op, status);
             q4_cpu_program_free(program);
         }
+    }
+    for (const int32_t op : {Q4_ATTEND_SPANS, Q4_MEAN_SPANS}) {
+        Everything e(op, isa);
+        q4_program* program;
+        if (make({e.step}, 2, isa, program) != 0) fail("a sound step of spans", op, -1);
+        for (const auto [first, last] : {std::pair<int64_t, int64_t>{3, 3}, {4, 3}, {0, kCapacity + 1}}) {
+            e.index[0] = first, e.index[1] = last;
+            if (q4_cpu_program_run(program, 2, 1, nullptr) != 1) fail("a span that is none", op, -1);
+        }
+        e.index[0] = 0, e.index[1] = kCapacity;
+        if (q4_cpu_program_run(program, 2, 1, nullptr) != 0) fail("a span of all rows", op, -1);
+        q4_cpu_program_free(program);
     }
     // A position that a step before gives can't be looked at before the run.
     Everything largest(Q4_ARGMAX, isa), store(Q4_STORE, isa);

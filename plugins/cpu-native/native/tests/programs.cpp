@@ -79,6 +79,39 @@ Allowed attention(const q4_step& s, int64_t r, int64_t position) {
     return out;
 }
 
+// Head by head, as attention of one query to a cache that begins with its span.
+Allowed attention_of_spans(const q4_step& s, int64_t r) {
+    const auto heads = static_cast<int64_t>(s.numbers[0]), kv_heads = static_cast<int64_t>(s.numbers[1]);
+    const int64_t columns = s.inputs[0].columns / heads;
+    const int64_t* span = static_cast<const int64_t*>(s.inputs[3].data) + 2 * r;
+    Allowed out;
+    for (int64_t head = 0; head < heads; ++head) {
+        const auto part = [&](const q4_view& v, int64_t row, int64_t rows, int64_t place) {
+            return q4_view{static_cast<float*>(v.data) + row * v.stride + place * columns, rows, columns, v.stride};
+        };
+        q4_step one = s;
+        one.inputs[0] = part(s.inputs[0], r, 1, head), one.inputs[3].columns = 1;
+        for (int i = 1; i < 3; ++i) one.inputs[i] = part(s.inputs[i], span[0], span[1] - span[0], head / (heads / kv_heads));
+        one.numbers[0] = 1.0, one.numbers[1] = s.numbers[2], one.numbers[2] = 0.0;
+        const Allowed own = attention(one, 0, span[1] - span[0] - 1);
+        for (size_t c = 0; c < own.value.size(); ++c) out.add(own.value[c], own.error[c]);
+    }
+    return out;
+}
+
+Allowed mean_of_spans(const q4_step& s, int64_t r) {
+    const int64_t* span = static_cast<const int64_t*>(s.inputs[1].data) + 2 * r;
+    const auto count = static_cast<double>(span[1] - span[0]);
+    Row sum(static_cast<size_t>(s.outputs[0].columns)), size(sum.size());
+    for (int64_t i = span[0]; i < span[1]; ++i) {
+        const Row row = doubles(s.inputs[0], i);
+        for (size_t c = 0; c < sum.size(); ++c) sum[c] += row[c], size[c] += std::fabs(row[c]);
+    }
+    Allowed out;
+    for (size_t c = 0; c < sum.size(); ++c) out.add(sum[c] / count, size[c] > 1e37 ? INFINITY : size[c] / count * (count + 4.0) * kUnit + kTiny);
+    return out;
+}
+
 Allowed norm(const q4_step& s, int64_t r) {
     const Row x = doubles(s.inputs[0], r), weight = doubles(s.inputs[1], 0);
     const auto length = static_cast<double>(x.size());
@@ -141,6 +174,8 @@ Allowed allowed(const q4_step& s, const Layer* layer, int64_t r, int64_t index) 
         return out;
     }
     case Q4_ATTENTION: return attention(s, r, index);
+    case Q4_ATTEND_SPANS: return attention_of_spans(s, r);
+    case Q4_MEAN_SPANS: return mean_of_spans(s, r);
     case Q4_SOFTMAX: {
         Row weights;
         const double share = softmax_of(doubles(x, r), 0.0, weights);
@@ -223,7 +258,7 @@ std::string check_step(const Step& step, int32_t isa, const std::vector<Buffer>&
             rows.push_back(row);
         }
     } else {
-        const int64_t each = indices ? s.outputs[0].rows / s.inputs[step.index_input].columns : 1;  // rows of a token
+        const int64_t each = indices ? std::max<int64_t>(1, s.outputs[0].rows / s.inputs[step.index_input].columns) : 1;  // rows of a token
         for (int64_t r = 0; r < s.outputs[0].rows; ++r) rows.push_back(allowed(s, step.layer, r, indices ? indices[r / each] : 0));
     }
     std::vector<std::vector<uint8_t>> before;

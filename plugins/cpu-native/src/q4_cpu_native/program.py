@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from q4_programs import Op, SparseWeight
-from q4_programs.ops import WITH_CLOCK
+from q4_programs.ops import WITH_CLOCK, WITH_SPANS
 from q4core import InputError, PrepareError, Reason, ReasonCode
 
 if TYPE_CHECKING:
@@ -143,8 +143,10 @@ class NativeRunner:
             value = self._buffers[view.buffer][view.offset : view.offset + view.columns].tolist()
             rule = f"in the range of its {'table' if step.op is Op.EMBEDDING else 'cache'}"
             rule = f"from 0 to {self._program.limit(step) - 1}" if step.op in WITH_CLOCK else rule
-            what = f"program step {failed - 1}, {_label(step)}"
-            raise InputError(what, name="token, position or clock", rule=rule, value=value)
+            name = "token, position or clock"
+            if step.op in WITH_SPANS:
+                name, rule = "spans", f"from 0 to {self._program.limit(step) - 1}, of a row at least"
+            raise InputError(f"program step {failed - 1}, {_label(step)}", name=name, rule=rule, value=value)
         return self._native.outlier_rows()
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "WITHOUT_TOKENS",
     "WITH_CLOCK",
     "WITH_POSITIONS",
+    "WITH_SPANS",
     "WORD",
     "Op",
     "numbers_rule",
@@ -103,6 +104,16 @@ class Op(enum.Enum):
     UNPACK = "unpack"
     """bits, clock → zeros and ones [R, C]: the slot of ``numbers[0]`` rounds ago."""
 
+    # Operations of whole sequences that lie one after another.
+    ATTEND_SPANS = "attend_spans"
+    """query [R, heads · C], keys and values [L, kv_heads · C], spans int64 [1, 2 · R] → [R, heads · C]: of each head
+    the softmax of row r with the keys of rows ``spans[2 r]`` up to, but not with, ``spans[2 r + 1]``, times their
+    values. ``numbers``: heads, kv_heads, scale. A span is of one row at least. L is not bound to the tokens of a run,
+    here and in the next one."""
+    MEAN_SPANS = "mean_spans"
+    """x [L, C], spans int64 [1, 2 · R] → [R, C]: the mean of the rows of x from ``spans[2 r]`` up to, but not with,
+    ``spans[2 r + 1]``."""
+
 
 WORD = 64
 """Neurons of a word of bits."""
@@ -116,6 +127,8 @@ _SHAPES: dict[Op, tuple[str, str, int]] = {
     Op.ROTARY: ("RC PD i1T", "RC", 1),
     Op.STORE: ("HC i1T", "MC", 0),
     Op.ATTENTION: ("HC MC MC i1T", "HC", 3),
+    Op.ATTEND_SPANS: ("RC LK LK i1T", "RC", 3),
+    Op.MEAN_SPANS: ("LC i1T", "RC", 0),
     Op.ADD: ("RC BC", "RC", 0),
     Op.MULTIPLY: ("RC BC", "RC", 0),
     Op.AFFINE: ("RC", "RC", 2),
@@ -152,7 +165,10 @@ SPIKING = WITH_CLOCK | {Op.INTEGRATE}
 """Operations of spiking networks."""
 ALIASES: dict[Op, dict[int, int]] = {Op.INTEGRATE: {0: 0}, Op.FIRE: {1: 0, 2: 4}, Op.SEND: {0: 2}, Op.TAKE: {1: 0}}
 """Outputs that are an input: which one."""
-IN_PLACE = frozenset(Op) - WITH_CLOCK - {Op.EMBEDDING, Op.LINEAR, Op.STORE, Op.ATTENTION, Op.COPY, Op.ARGMAX, Op.TOP_K}
+WITH_SPANS = frozenset({Op.ATTEND_SPANS, Op.MEAN_SPANS})
+"""Operations whose last input is spans of rows."""
+IN_PLACE = frozenset(Op) - WITH_CLOCK - WITH_SPANS
+IN_PLACE -= {Op.EMBEDDING, Op.LINEAR, Op.STORE, Op.ATTENTION, Op.COPY, Op.ARGMAX, Op.TOP_K}
 """Operations of which an output may be an input, exactly."""
 WITH_POSITIONS = frozenset({Op.ROTARY, Op.STORE, Op.ATTENTION})
 """Operations whose last input is the positions of tokens."""
@@ -212,6 +228,13 @@ def numbers_rule(op: Op, numbers: Sequence[float], sizes: Mapping[str, int], inp
         is_legal = is_legal and sizes["H"] // sizes["T"] % heads == 0 and sizes["M"] % heads == 0
         is_legal = is_legal and window >= 0 and window.is_integer()
         rule = "kv_heads (a divisor of the heads and of the cache's rows), scale, and a window ≥ 0"
+    elif is_legal and op in WITH_SPANS:
+        is_legal, rule = sizes["T"] == 2 * sizes["R"], "with two numbers of a span for each row"
+        if is_legal and op is Op.ATTEND_SPANS:
+            heads, kv_heads, _ = numbers
+            is_legal = heads >= kv_heads >= 1 and heads.is_integer() and kv_heads.is_integer()
+            is_legal = is_legal and heads % kv_heads == 0 and sizes["K"] * heads == sizes["C"] * kv_heads
+            rule = "heads, kv_heads (a divisor of these), and scale, with as many columns for each head"
     elif is_legal and op is Op.TOP_K:
         is_legal, rule = numbers[0] == sizes["T"] <= sizes["C"], "k, the columns of the outputs, at most those of x"
     elif is_legal and (op in WITH_CLOCK or op is Op.INTEGRATE):

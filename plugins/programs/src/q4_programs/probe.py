@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from q4_programs.contract import BoundLayer
-from q4_programs.ops import SPIKING, Op
+from q4_programs.ops import SPIKING, WITH_SPANS, Op
 from q4_programs.sparse import SparseWeight
 from q4core.plugin_api import outside_inference
 
@@ -201,6 +201,9 @@ class _Trial:
             used = min(limit, self._positions)
             stride = next(stride for stride in _STRIDES if math.gcd(stride, used) == 1)
             made[index].copy_((torch.arange(made[index].numel()) * stride + used - 1) % used)
+        for step in self.program.steps:
+            if step.op in WITH_SPANS:
+                _fill_spans(step.inputs[-1].of(made[step.inputs[-1].buffer])[0], step.inputs[-2].rows)
         for index, value in self.values.items():
             made[index].fill_(value)
         for step in self.program.steps:
@@ -213,6 +216,17 @@ class _Trial:
                 elif view.buffer not in self._parameters and part.dtype is torch.float32:
                     part.copy_(torch.randn(part.shape, generator=random))
         return made
+
+
+def _fill_spans(spans: torch.Tensor, rows: int) -> None:
+    """Fill in spans of 1, 2, 3 … rows, one after another; every other one ends with its own row, as causal ones do."""
+    first, length = 0, 1
+    for row, span in enumerate(spans.view(-1, 2)):
+        place = row % rows
+        if place == 0 or place >= first + length:
+            first, length = place, 1 if place == 0 else length + 1
+        last = place + 1 if length % 2 == 0 else min(rows, first + length)
+        span.copy_(torch.tensor([first, last]))
 
 
 def _fewer(layer: BoundLayer) -> BoundLayer:
@@ -248,7 +262,9 @@ def _compare(
     return None
 
 
-def _bound(step: Step, inputs: Sequence[torch.Tensor], right: torch.Tensor) -> torch.Tensor | None:
+def _bound(  # noqa: C901  # one case per operation
+    step: Step, inputs: Sequence[torch.Tensor], right: torch.Tensor
+) -> torch.Tensor | None:
     """Return how far two right results may lie apart, by what each may round; None where both have the same bits.
 
     Two sums of C products each differ from the exact one by (C + roundings) · 2⁻²⁴ of the sum of their magnitudes.
@@ -274,6 +290,12 @@ def _bound(step: Step, inputs: Sequence[torch.Tensor], right: torch.Tensor) -> t
         scores = step.numbers[1] * x.abs().sum(-1, keepdim=True) * keys.max()
         columns = max(columns, keys.shape[1])
         magnitude = (1 + 2 * scores) * values.max() + 0 * right  # a score's error is a share of its weight
+    elif op is Op.ATTEND_SPANS:
+        columns = max(columns, inputs[1].shape[0])
+        scores = step.numbers[2] * x.abs().sum(-1, keepdim=True) * inputs[1].double().abs().max()
+        magnitude = (1 + 2 * scores) * inputs[2].double().abs().max() + 0 * right
+    elif op is Op.MEAN_SPANS:
+        columns, magnitude = len(x), x.abs().amax(0) + 0 * right
     elif op is Op.SOFTMAX:
         magnitude = right * (1 + x.amax(-1, keepdim=True) - x)
     elif op in {Op.GELU, Op.GELU_TANH, Op.SILU, Op.SIGMOID, Op.TANH}:

@@ -19,6 +19,7 @@ from q4_programs.ops import (
     LENGTHS,
     WITH_CLOCK,
     WITH_POSITIONS,
+    WITH_SPANS,
     WITHOUT_TOKENS,
     Op,
     numbers_rule,
@@ -234,7 +235,7 @@ class Program:
     def has_tokens(self) -> bool:
         """Whether steps are of several tokens, at places of their own."""
         return self.tokens is not None or any(
-            step.op in WITH_POSITIONS and step.inputs[-1].columns > 1 for step in self.steps
+            step.op in WITH_SPANS or (step.op in WITH_POSITIONS and step.inputs[-1].columns > 1) for step in self.steps
         )
 
     def by_token(self, count: int) -> Program:
@@ -259,6 +260,8 @@ class Program:
             return _MOST_ROUNDS
         if step.op is Op.EMBEDDING and step.layer is not None:
             return self.layers[step.layer][0]
+        if step.op in WITH_SPANS:
+            return step.inputs[-2].rows + 1
         if step.op is Op.STORE:
             return step.outputs[0].rows // (step.inputs[0].rows // step.inputs[1].columns)
         return step.inputs[1].rows // (int(step.numbers[0]) if step.op is Op.ATTENTION else 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from q4_programs.ops import WITH_CLOCK, Op
+from q4_programs.ops import WITH_CLOCK, WITH_SPANS, Op
 from q4_programs.spiking import spiking_part
 from q4core import InputError, PrepareError, Reason, ReasonCode
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from q4_programs.program import Program, Step
 
     Part = Callable[[], object]
+    _Limit = tuple[torch.Tensor, int, str, bool]
 
 __all__ = ["REFERENCE", "Reference"]
 
@@ -51,10 +52,12 @@ class Reference:
         """
         if buffers[0].device.type not in {"cpu", "cuda"}:
             raise PrepareError([Reason(ReasonCode.DEVICE, f"the reference does not run on {buffers[0].device.type}")])
+        if buffers[0].is_cuda and any(step.op in WITH_SPANS for step in program.steps):
+            raise PrepareError([Reason(ReasonCode.DEVICE, "the reference runs spans on the CPU alone")])
         if program.tokens is not None:
             return _OfTokens(self, program, buffers, layers)
         parts: list[Part] = []
-        limits: list[tuple[torch.Tensor, int, str]] = []
+        limits: list[_Limit] = []
         written: set[int] = set()
         for index, step in enumerate(program.steps):
             what = f"program step {index}, {step.op.value} {step.label}".rstrip()
@@ -63,7 +66,7 @@ class Reference:
             )
             module = None if step.layer is None else layers[step.layer].module
             limits += [
-                (tensor, program.limit(step), what)
+                (tensor, program.limit(step), what, step.op in WITH_SPANS)
                 for (view, name), tensor in zip(step.patterns(), inputs, strict=False)  # outputs follow
                 if name[0] == "i" and view.buffer not in written
             ]
@@ -108,18 +111,20 @@ REFERENCE = Reference()
 
 
 def _run(
-    limits: Sequence[tuple[torch.Tensor, int, str]],
+    limits: Sequence[_Limit],
     parts: Sequence[Part],
     rounds: int = 1,
     *,
     clock: torch.Tensor | None = None,
 ) -> None:
     with torch.inference_mode():
-        for given, limit, what in limits:
+        for given, limit, what, has_spans in limits:
+            name = "spans" if has_spans else "token, position or clock"
             for value in (int(given.min()), int(given.max())):
                 if not 0 <= value < limit:
-                    rule = f"from 0 to {limit - 1}"
-                    raise InputError(what, name="token, position or clock", rule=rule, value=value)
+                    raise InputError(what, name=name, rule=f"from 0 to {limit - 1}", value=value)
+            if has_spans and not bool((given[:, ::2] < given[:, 1::2]).all()):
+                raise InputError(what, name=name, rule="of a row at least", value=given.tolist())
         for _ in range(rounds):
             for part in parts:
                 part()
@@ -203,6 +208,8 @@ def _part(  # noqa: C901, PLR0911, PLR0912  # one case per operation
                 attend(*token)
 
         return attend_all
+    if op in WITH_SPANS:
+        return functools.partial(_of_spans, step, inputs, out)
     if op is Op.ARGMAX:
         return lambda: out.copy_(x.argmax(-1)[None])
     if op is Op.TOP_K:
@@ -256,6 +263,18 @@ def _attend(
         seen = slice(max(0, end - window) if window else 0, end)
         mixed = (grouped @ keys[:, seen].mT * scale).softmax(-1) @ values[:, seen]
     out.copy_(mixed.flatten(0, 1))
+
+
+def _of_spans(step: Step, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write for each row what it makes of the rows in its span: the values that it attends to, or their mean."""
+    for row, (first, last) in enumerate(inputs[-1][0].view(-1, 2).tolist()):
+        if step.op is Op.MEAN_SPANS:
+            out[row].copy_(inputs[0][first:last].mean(0))
+            continue
+        heads, kv_heads = (int(number) for number in step.numbers[:2])
+        keys, values = (side[first:last].unflatten(1, (kv_heads, -1)).transpose(0, 1) for side in inputs[1:3])
+        query = inputs[0][row].view(kv_heads, heads // kv_heads, -1)
+        out[row].copy_(((query @ keys.mT * step.numbers[2]).softmax(-1) @ values).flatten())
 
 
 def _top(x: torch.Tensor, out: torch.Tensor, columns: torch.Tensor) -> None:
