@@ -36,6 +36,10 @@ CLASSES = {
     "phi3": "Phi3",
     "smollm3": "SmolLM3",
     "bert": "Bert",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
+    "nomic_bert": "NomicBert",
+    "modernbert": "ModernBert",
 }
 TINY: dict[str, Any] = {
     "vocab_size": 96,
@@ -162,8 +166,26 @@ OTHER: dict[str, dict[str, Any]] = {
         "hidden_dropout_prob": 0.25,
         "attention_probs_dropout_prob": 0.5,
     },
+    "modernbert": {
+        **TINY,
+        "hidden_activation": "relu",
+        "max_position_embeddings": 40,
+        "initializer_range": 0.05,
+        "norm_eps": 1e-3,
+        "norm_bias": True,
+        "attention_bias": True,
+        "attention_dropout": 0.25,
+        "mlp_bias": True,
+        "local_attention": 12,
+        "global_attn_every_n_layers": 2,
+        "global_rope_theta": 777.0,
+        "local_rope_theta": 99.0,
+    },
 }
+OTHER["roberta"] = OTHER["xlm-roberta"] = {**OTHER["bert"], "pad_token_id": 2}
+OTHER["nomic_bert"] = {**OTHER["bert"], "head_dim": 16, "rope_theta": 777.0}
 """Of each kind values that are not the defaults, as files of transformers 4 have them."""
+ENCODERS = ("bert", "roberta", "xlm-roberta", "nomic_bert", "modernbert")
 
 
 def resolved(told: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +233,7 @@ def test_defaults_are_the_classes_own(kind: str) -> None:
     plain = getattr(transformers, f"{CLASSES[kind]}Config")
     fields = {name: field.default for name, field in plain.__dataclass_fields__.items()}
     converted = {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
+    converted |= {"global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"}
     converted |= {"head_dim", "original_max_position_embeddings", "partial_rotary_factor"}  # any class takes them
     for key, default in DEFAULTS[kind].items():
         if key in fields:
@@ -235,16 +258,16 @@ def test_logits_of_the_defaults(kind: str, tmp_path: Path) -> None:
     told = {"model_type": kind, **TINY}
     told |= {"num_attention_heads": 32} if kind.startswith("qwen") else {}  # as many as key-value heads by default
     config = getattr(transformers, f"{CLASSES[kind]}Config").from_dict(dict(told))
-    heads = {"gemma3_text": "Gemma3ForCausalLM", "bert": "BertModel"}
+    heads = {"gemma3_text": "Gemma3ForCausalLM", **{name: f"{CLASSES[name]}Model" for name in ENCODERS}}
     theirs = getattr(transformers, heads.get(kind, f"{CLASSES[kind]}ForCausalLM"))(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(3)
     theirs.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(told), encoding="utf-8")
-    tokens = torch.randint(0, 96, (2, 40))
+    tokens = torch.randint(3, 96, (2, 40))
     with torch.inference_mode():
         expected = theirs(tokens)
-        expected = expected.last_hidden_state if kind == "bert" else expected.logits
+        expected = expected.last_hidden_state if kind in ENCODERS else expected.logits
         found = load_model(tmp_path)(tokens)
     assert float((found - expected).abs().max() / expected.abs().max()) < 2e-6

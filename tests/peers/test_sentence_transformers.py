@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import sentence_transformers
 import torch
+import transformers
 from sentence_transformers.sentence_transformer import modules
 
 import q4core as q4
@@ -75,6 +76,38 @@ def test_dense_and_normalize(activation: Any, base: Path, *, bias: bool) -> None
         found = model.encode(TEXTS)
         assert found.shape == (len(TEXTS), 16)
         assert differ(found, theirs.encode(TEXTS)) < LIMIT
+
+
+BERT = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+BERT |= {
+    "initializer_range": 0.3,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "xlm-roberta": (transformers.XLMRobertaModel, {"type_vocab_size": 1, "pad_token_id": 5}),
+    "roberta": (transformers.RobertaModel, {"type_vocab_size": 1, "pad_token_id": 5, "layer_norm_eps": 1e-5}),
+    "nomic": (transformers.NomicBertModel, {}),
+    "modernbert": (
+        transformers.ModernBertModel,
+        {"local_attention": 6, "num_hidden_layers": 4, "cls_token_id": 2, "sep_token_id": 3},
+    ),
+    "qwen3": (transformers.Qwen3Model, {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, base: Path) -> None:
+    """Each family of encoders, and a decoder's last token as of Qwen3-Embedding, has the library's vectors."""
+    kind, facts = FAMILIES[name]
+    vocabulary = json.loads((base / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(6)
+    kind(kind.config_class(**{**BERT, **facts, "vocab_size": vocabulary})).eval().save_pretrained(base)
+    folder, theirs = save(base, modules.Pooling(64, "lasttoken" if name == "qwen3" else "mean"), modules.Normalize())
+    with SentenceEncoder.open(folder, EXACT, cache="off") as model:
+        assert differ(model.encode(TEXTS), theirs.encode(TEXTS)) < LIMIT
 
 
 def test_prompts(base: Path) -> None:

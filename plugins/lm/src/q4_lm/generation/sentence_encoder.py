@@ -11,11 +11,12 @@ import torch
 from tokenizers import normalizers
 
 import q4core as q4
+from q4_lm.generation.encoding import EncodingPrograms
 from q4_lm.generation.sentence_modules import SentenceModules, modules_of_file, read_modules
 from q4_lm.models.architecture import build_model, find_architecture
 from q4_lm.models.gguf_bert import read_pooling
 from q4_lm.models.metadata import Metadata
-from q4_lm.models.transformer import TransformerEncoder
+from q4_lm.models.transformer import TransformerDecoder, TransformerEncoder
 from q4_lm.prepared.opening import CachedModel, open_folder, opening
 from q4_lm.tokenizers.hf_tokenizer import read_engine
 from q4_lm.tokenizers.tokenizer import Tokenizer
@@ -34,10 +35,13 @@ __all__ = ["SentenceEncoder"]
 
 @attrs.frozen
 class SentenceEncoder:
-    """A model that gives a vector for each sentence, as sentence-transformers' BERT models do.
+    """A model that gives a vector for each sentence, as sentence-transformers' models do.
+
+    Where its linear layers are packed and a backend runs programs, a batch is one call: sentences one after another,
+    without padding, up to the vector that is pooled. A sentence has the bits that it has alone.
 
     Args:
-        encoder: Token numbers to features.
+        encoder: Token numbers to features; a decoder without its head where the folder's parts say so.
         tokenizer: Sentences to token numbers.
         session: What 4-bit layers were prepared under; closed with the model.
         limit: Tokens of a sentence; what is longer is cut before its last mark.
@@ -45,12 +49,26 @@ class SentenceEncoder:
         cached: What became of its file in the cache; None without a cache.
     """
 
-    encoder: TransformerEncoder
+    encoder: TransformerEncoder | TransformerDecoder
     tokenizer: Tokenizer
     session: q4.Session
     limit: int
     modules: SentenceModules
     cached: CachedModel | None = None
+    _programs: EncodingPrograms = attrs.field(
+        init=False,
+        repr=False,
+        eq=False,
+        default=attrs.Factory(
+            lambda self: EncodingPrograms(
+                self.encoder,
+                self.limit,
+                self.modules.pooling if self.modules.pools_in_program else (),
+                normalised=self.modules.is_normalised,
+            ),
+            takes_self=True,
+        ),
+    )
 
     @classmethod
     def open(
@@ -75,11 +93,11 @@ class SentenceEncoder:
         """
         if Path(folder).is_file():
             return cls._from_file(Path(folder), config, cache)
-        modules = read_modules(Path(folder))
+        modules, is_listed = read_modules(Path(folder)), Path(folder, "modules.json").is_file()
         folder = modules.encoder
         with opening(folder, config, cache) as (session, cached):
             encoder, tokenizer = open_folder(folder, session, cached)
-            encoder = _checked(encoder, modules, str(folder))
+            encoder = _checked(encoder, modules, str(folder), may_decode=is_listed)
             if modules.lower_case:
                 tokenizer = Tokenizer(lambda: _lower(read_engine(folder)), **tokenizer.ends)
             modules.head.to(encoder.device)
@@ -149,10 +167,16 @@ class SentenceEncoder:
     @torch.inference_mode()
     def _vectors(self, rows: list[list[int]]) -> torch.Tensor:
         longest = max(map(len, rows))
+        if (program := self._programs.find(longest)) is not None:
+            found = program(rows)
+            if self.modules.pools_in_program:
+                return self.modules.finish(torch.stack(found))
+            return torch.cat([self.modules.pool(item[None], torch.ones(1, len(item))) for item in found])
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.encoder.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.encoder.device)
         allowed = torch.arange(longest, device=self.encoder.device) < lengths[:, None]
-        features = self.encoder(tokens, allowed=allowed).to(torch.float32)
+        encode = self.encoder.features if isinstance(self.encoder, TransformerDecoder) else self.encoder
+        features = encode(tokens, allowed=allowed).to(torch.float32)
         return self.modules.pool(features, allowed).cpu()
 
     def _prompt(self, name: str | None) -> str:
@@ -177,9 +201,12 @@ class SentenceEncoder:
         self.close()
 
 
-def _checked(encoder: torch.nn.Module, modules: SentenceModules, where: str) -> TransformerEncoder:
+def _checked(
+    encoder: torch.nn.Module, modules: SentenceModules, where: str, *, may_decode: bool = False
+) -> TransformerEncoder | TransformerDecoder:
     """Return the encoder, once it is one and each linear layer after pooling takes what comes before it."""
-    if not isinstance(encoder, TransformerEncoder):
+    kinds = (TransformerEncoder, TransformerDecoder) if may_decode else TransformerEncoder
+    if not isinstance(encoder, kinds):
         rule, hint = "of an encoder", "LanguageModel.open reads decoders."
         raise q4.CheckpointError("model folder", name="model_type", rule=rule, where=where, hint=hint)
     width = encoder.config.hidden_size * len(modules.pooling)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import q4core as q4
+from q4_lm.generation.encoding import POOLED
 from q4_lm.models.read_json import read_json
 from q4core.plugin_api import open_regular, parse_json
 
@@ -83,6 +84,22 @@ class SentenceModules:
     lower_case: bool
     prompts: Mapping[str, str]
     default_prompt: str | None
+
+    @property
+    def pools_in_program(self) -> bool:
+        """Whether a program may make the vectors: every mode of pooling is an operation of one."""
+        return POOLED.issuperset(self.pooling)
+
+    @property
+    def is_normalised(self) -> bool:
+        """Whether the first part of the head scales vectors to length one."""
+        return len(self.head) > 0 and isinstance(self.head[0], _Normalize)
+
+    def finish(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Return the vectors that the parts make of what a program gave: pooled, and normalised where that is first."""
+        for layer in [*self.head][1 if self.is_normalised else 0 :]:
+            pooled = layer(pooled)
+        return pooled
 
     def pool(self, features: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
         """Return a vector for each sentence of features [n, T, hidden], of which ``allowed`` [n, T] are its tokens'."""

@@ -43,11 +43,15 @@ class TransformerConfig:
         num_key_value_heads: Key-value heads, a divisor of ``num_attention_heads``. Defaults to as many.
         head_dim: Features of a head. Defaults to ``hidden_size / num_attention_heads``.
         max_position_embeddings: Most positions that the model is made for.
+        position_offset: Row of the first position in a learned table, of which there are so many more (RoBERTa).
         causal: Whether a token sees none after it.
         hidden_act: ``silu``, ``gelu``, ``gelu_tanh``, ``relu`` or ``clamped_swiglu`` (gated).
         gated: Whether the feed-forward parts have a gate.
         norm: ``rms``, ``offset_rms`` (weight stored minus one) or ``layer``.
         norm_eps: Epsilon of every norm.
+        norm_bias: Whether ``layer`` norms have one.
+        embedding_norm: Whether an encoder norms its embeddings, in the place of the first block's first norm where
+            norms are before. Defaults to encoders with norms after sums.
         norm_position: Norms before each part (``pre``), after its sum (``post``), before and after it (``both``), or
             after it and before the sum (``after``).
         positions: ``rotary``, ``learned`` or ``none``.
@@ -56,7 +60,7 @@ class TransformerConfig:
         rope_dim: Features of a head that are turned. Defaults to all.
         rope_interleaved: Whether the members of a pair are neighbours, as in Llama-family GGUF files.
         no_rope_layers: Indices of the blocks that turn nothing.
-        sliding_window: How many tokens a sliding block sees.
+        sliding_window: How many tokens a sliding block sees, its own among them; on either side in an encoder.
         sliding_layers: Indices of the sliding blocks.
         local_rope_theta: Base of the sliding blocks, unscaled; None for that of the others.
         attention_bias: Whether queries, keys and values have one.
@@ -92,12 +96,15 @@ class TransformerConfig:
     num_key_value_heads: int = attrs.Factory(lambda self: self.num_attention_heads, takes_self=True)
     head_dim: int = attrs.Factory(lambda self: self.hidden_size // max(self.num_attention_heads, 1), takes_self=True)
     max_position_embeddings: int = 2048
+    position_offset: int = 0
     causal: bool = True
     hidden_act: str = "silu"
     gated: bool = True
     norm: str = "rms"
     norm_eps: float = 1e-6
     norm_position: str = "pre"
+    norm_bias: bool = True
+    embedding_norm: bool = attrs.Factory(lambda self: self.norm_position == "post" and not self.causal, takes_self=True)
     positions: str = "rotary"
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = attrs.Factory(RopeScaling)

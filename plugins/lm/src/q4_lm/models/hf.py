@@ -26,6 +26,8 @@ __all__ = ["IGNORED", "build_from_hf", "has_other_head"]
 
 IGNORED = ("pooler.", "bert.pooler.", "cls.", "embeddings.position_ids", "bert.embeddings.position_ids")
 """Beginnings of names that no model here needs."""
+_HEADS = ("classifier.", "decoder.", "head.", "lm_head.")
+"""Of an encoder: heads that are no part of it."""
 
 
 def build_from_hf(folder: str | Path, session: Session) -> Transformer:
@@ -60,7 +62,7 @@ def build_from_hf(folder: str | Path, session: Session) -> Transformer:
             ours=functools.partial(from_hf_name, config=config),
             theirs=functools.partial(to_hf_name, config=config),
             fused=functools.partial(fused_parts, config=config),
-            ignored=IGNORED,
+            ignored=IGNORED if config.causal else IGNORED + _HEADS,
         )
         load_weights_(model, checkpoint, session, names, str(folder))
     return model

@@ -62,7 +62,7 @@ def config_from_hf(source: Mapping[str, Any] | str | os.PathLike[str]) -> Transf
         raise CheckpointError("model config", name="model_type", rule=rule, value=kind, where=where, hint=hint)
     fields = Values(values, where, kind)
     try:
-        return _bert(fields) if kind == "bert" else _decoder(fields)
+        return _ENCODERS.get(kind, _decoder)(fields)
     except ConfigError as error:
         raise CheckpointError(
             "model config", name=error.name, rule=error.rule, value=error.value, where=where, hint=error.hint
@@ -103,6 +103,74 @@ def _bert(fields: Values) -> TransformerConfig:
         dropout=fields.number("hidden_dropout_prob"),
         attention_dropout=fields.number("attention_probs_dropout_prob"),
     )
+
+
+def _roberta(fields: Values) -> TransformerConfig:
+    """Return BERT's config, with positions that begin behind the number of the padding token."""
+    config, offset = _bert(fields), fields.get("pad_token_id") + 1
+    if config.max_position_embeddings <= offset:
+        fields.fail("max_position_embeddings", f"above {offset}, the first position", config.max_position_embeddings)
+    room = config.max_position_embeddings - offset
+    return attrs.evolve(config, max_position_embeddings=room, position_offset=offset)
+
+
+def _nomic(fields: Values) -> TransformerConfig:
+    """Return BERT's config with rotary positions, a gate, and no biases but those of norms."""
+    rope, _ = _rope(fields)
+    config = _bert(fields)
+    return attrs.evolve(
+        config,
+        head_dim=config.head_dim if fields.get("head_dim") is None else fields.count("head_dim"),
+        positions="rotary",
+        gated=True,
+        rope_theta=rope["rope_theta"],
+        rope_scaling=RopeScaling.from_hf(rope, config.max_position_embeddings),
+        attention_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
+    )
+
+
+def _modernbert(fields: Values) -> TransformerConfig:
+    given, layers = fields.options("rope_parameters"), fields.count("num_hidden_layers")
+    fields.refuse("rope_scaling")
+    theta = {}
+    for name, older in ((_FULL, "global_rope_theta"), (_SLIDING, "local_rope_theta")):
+        rope = given.get(name) or {}
+        if rope.get("rope_type", "default") != "default":
+            fields.fail(f"rope_parameters.{name}.rope_type", "'default'", rope["rope_type"])
+        theta[name] = fields.finite("rope_theta", rope.get("rope_theta", fields.get(older)))
+    every = fields.count("global_attn_every_n_layers")
+    types = fields.get("layer_types") or [_SLIDING if layer % every else _FULL for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {_FULL, _SLIDING}:
+        fields.fail("layer_types", f"{layers} of {_FULL!r} and {_SLIDING!r}", types)
+    sliding = [layer for layer, name in enumerate(types) if name == _SLIDING]
+    return TransformerConfig(
+        **_sizes(fields),
+        causal=False,
+        norm="layer",
+        norm_eps=fields.number("norm_eps"),
+        norm_bias=bool(fields.get("norm_bias")),
+        embedding_norm=True,
+        rope_theta=theta[_FULL],
+        local_rope_theta=theta[_SLIDING],
+        sliding_window=fields.count("local_attention") // 2 + 1 if sliding else None,
+        sliding_layers=sliding,
+        attention_bias=bool(fields.get("attention_bias")),
+        attention_out_bias=bool(fields.get("attention_bias")),
+        mlp_bias=bool(fields.get("mlp_bias")),
+        attention_dropout=fields.number("attention_dropout"),
+    )
+
+
+_ENCODERS = {
+    "bert": _bert,
+    "roberta": _roberta,
+    "xlm-roberta": _roberta,
+    "nomic_bert": _nomic,
+    "modernbert": _modernbert,
+}
+"""Kind → what reads its config; all others are decoders."""
 
 
 def _decoder(fields: Values) -> TransformerConfig:

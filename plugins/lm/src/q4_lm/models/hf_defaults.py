@@ -71,6 +71,16 @@ _GEMMA2 = {
 for _gemma in (_GEMMA2, _GEMMA3):
     del _gemma["hidden_act"]
 _OLMO_SIZES = (50_304, 4096, 11_008, 32, 32)
+_BERT: dict[str, Any] = {
+    **dict(zip(_SIZES, (30_522, 768, 3072, 12, 12), strict=True)),
+    "max_position_embeddings": 512,
+    "hidden_act": "gelu",
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": 2,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _kind((32_000, 4096, 11_008, 32, 32), 2048, None, **_BIAS),
     "mistral": _kind((32_000, 4096, 14_336, 32, 32), 131_072, 8, sliding_window=4096),
@@ -157,15 +167,36 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         no_rope_layers=None,
         no_rope_layer_interval=4,
     ),
-    "bert": {
-        **dict(zip(_SIZES, (30_522, 768, 3072, 12, 12), strict=True)),
-        "max_position_embeddings": 512,
-        "hidden_act": "gelu",
+    "bert": _BERT,
+    "roberta": _BERT | {"pad_token_id": 1, "vocab_size": 50_265},
+    "xlm-roberta": _BERT | {"pad_token_id": 1},
+    "nomic_bert": {
+        **_BERT,
+        "max_position_embeddings": 2048,
+        "vocab_size": 30_528,
+        "hidden_act": "silu",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "head_dim": None,
+        "rope_theta": 1000.0,
+        "rope_parameters": None,
+    },
+    "modernbert": {
+        **dict(zip(_SIZES, (50_368, 768, 1152, 22, 12), strict=True)),
+        "max_position_embeddings": 8192,
+        "hidden_activation": "gelu",
         "initializer_range": 0.02,
-        "layer_norm_eps": 1e-12,
-        "type_vocab_size": 2,
-        "hidden_dropout_prob": 0.1,
-        "attention_probs_dropout_prob": 0.1,
+        "norm_eps": 1e-5,
+        "norm_bias": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "layer_types": None,
+        "global_attn_every_n_layers": 3,
+        "local_attention": 128,
+        "rope_parameters": None,
+        "global_rope_theta": 160_000.0,
+        "local_rope_theta": 10_000.0,
     },
 }
 """Kind of model → key → its default. A key that a kind lacks is one that its class does not read."""

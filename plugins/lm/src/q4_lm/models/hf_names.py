@@ -25,15 +25,49 @@ _BERT = (
     ("output.dense", "mlp.down_proj"),
     ("output.LayerNorm", "post_feedforward_layernorm"),
 )
+_NOMIC = (_BERT[0], _BERT[2], _BERT[3], ("post_mlp_layernorm", "post_feedforward_layernorm"))
+_NOMIC_BEFORE = (
+    ("emb_ln", "embed_norm"),
+    ("encoder.layers", "layers"),
+    ("attn.Wqkv", "self_attn.qkv_proj"),
+    ("attn.out_proj", "self_attn.o_proj"),
+    ("norm1", "post_attention_layernorm"),
+    ("norm2", "post_feedforward_layernorm"),
+    ("mlp.fc11", "mlp.up_proj"),
+    ("mlp.fc12", "mlp.gate_proj"),
+    ("mlp.fc2", "mlp.down_proj"),
+)
+"""Names of its authors' code, which transformers renames."""
+_MODERN = (
+    ("embeddings.tok_embeddings", "embed_tokens"),
+    ("embeddings.norm", "embed_norm"),
+    ("attn_norm", "input_layernorm"),
+    ("attn.Wqkv", "self_attn.qkv_proj"),
+    ("attn.Wo", "self_attn.o_proj"),
+    ("mlp_norm", "pre_feedforward_layernorm"),
+    ("mlp.Wi", "mlp.gate_up_proj"),
+    ("mlp.Wo", "mlp.down_proj"),
+    ("final_norm", "norm"),
+)
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_PREFIX = re.compile(r"^(?:model|bert|model\.language_model|language_model\.model)\.(?=embed|layers|norm|encoder)")
+_PREFIX = re.compile(
+    r"^(?:model|bert|roberta|nomic_bert|model\.language_model|language_model\.model)\."
+    r"(?=emb|layers|norm|encoder|final_norm|pooler)"
+)
+
+
+def _names_of(config: TransformerConfig) -> tuple[tuple[str, str], ...]:
+    """Return an encoder's names of parts, theirs and ours."""
+    if config.norm_position == "pre":
+        return _MODERN
+    return _NOMIC if config.positions == "rotary" else _BERT
 
 
 def from_hf_name(name: str, config: TransformerConfig) -> str:
     """Return what a tensor of a Hugging Face checkpoint is called here."""
     name = _PREFIX.sub("", name)
     if not config.causal:
-        for theirs, ours in _BERT:
+        for theirs, ours in (*_names_of(config), *(_NOMIC_BEFORE if _names_of(config) is _NOMIC else ())):
             name = re.sub(rf"(^|\.){re.escape(theirs)}\.", rf"\1{ours}.", name)
         return name
     if config.num_experts:
@@ -49,7 +83,7 @@ def from_hf_name(name: str, config: TransformerConfig) -> str:
 def to_hf_name(name: str, config: TransformerConfig) -> str:
     """Return what a parameter of ours is called in a Hugging Face checkpoint."""
     if not config.causal:
-        for theirs, ours in _BERT:
+        for theirs, ours in reversed(_names_of(config)):
             name = re.sub(rf"(^|\.){re.escape(ours)}\.", rf"\1{theirs}.", name)
         return name
     if config.norm_position == "pre":

@@ -20,6 +20,7 @@ from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
     from q4_nn.blocks.cache import CachePlaces
+    from q4_nn.blocks.rows import RowPlaces
     from q4_programs import ProgramBuilder, Value
 
 __all__ = ["TransformerBlock", "TransformerDecoder", "TransformerEncoder", "build_transformer", "empty_transformer"]
@@ -28,7 +29,8 @@ _NORMS: dict[str, Any] = {"rms": RMSNorm, "offset_rms": OffsetRMSNorm, "layer": 
 
 
 def _norm(config: TransformerConfig) -> nn.Module:
-    made: nn.Module = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps)
+    options = {"bias": config.norm_bias} if config.norm == "layer" else {}
+    made: nn.Module = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **options)
     return made
 
 
@@ -70,7 +72,8 @@ class TransformerBlock(nn.Module):
         if rotary is None:
             rotary = make_rotary(config, layer)
         has_pre, has_post = config.norm_position in {"pre", "both"}, config.norm_position != "pre"
-        self.input_layernorm = _norm(config) if has_pre else None
+        is_normed = config.embedding_norm and layer == 0
+        self.input_layernorm = _norm(config) if has_pre and not is_normed else None
         self.self_attn = MultiHeadAttention(
             config.hidden_size,
             config.num_attention_heads,
@@ -107,8 +110,8 @@ class TransformerBlock(nn.Module):
         y = x if self.pre_feedforward_layernorm is None else self.pre_feedforward_layernorm(x)
         return self._add(x, self.mlp(y), self.post_feedforward_layernorm)
 
-    def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | None = None) -> Value:
-        """Emit tokens of one sequence, after those of a cache."""
+    def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | RowPlaces | None = None) -> Value:
+        """Emit tokens of one sequence, after those of a cache, or of whole sequences."""
         y = x if self.input_layernorm is None else builder.emit(self.input_layernorm, x)
         x = self._emit_add(builder, x, builder.emit(self.self_attn, y, cache=cache), self.post_attention_layernorm)
         y = x if self.pre_feedforward_layernorm is None else builder.emit(self.pre_feedforward_layernorm, x)
@@ -157,8 +160,8 @@ class _Transformer(nn.Module):
             raise ConfigError(self._what, name="vocab_size", rule="a positive whole number", value=config.vocab_size)
         self.config = config
         self.embed_tokens: nn.Module = _embedding(config.vocab_size, config)
-        learned = config.positions == "learned"
-        self.embed_positions = _embedding(config.max_position_embeddings, config) if learned else None
+        positions = config.max_position_embeddings + config.position_offset
+        self.embed_positions = _embedding(positions, config) if config.positions == "learned" else None
         kinds: dict[Any, RotaryEmbedding | None] = {}  # one table for all blocks that turn alike
         blocks = []
         for layer in range(config.num_hidden_layers):
@@ -204,7 +207,7 @@ class _Transformer(nn.Module):
         limit = self.config.max_position_embeddings
         if int(place.max()) >= limit:
             raise InputError(self._what, name="tokens", rule=f"at most {limit} positions", value=int(place.max()) + 1)
-        y: torch.Tensor = x + self.embed_positions(place.clamp(min=0))
+        y: torch.Tensor = x + self.embed_positions(place.clamp(min=0) + self.config.position_offset)
         return y
 
 
@@ -273,9 +276,9 @@ class TransformerDecoder(_Transformer):
         )
 
     def emit_program(
-        self, builder: ProgramBuilder, tokens: Value, *, cache: CachePlaces | None = None, part: str = "all"
+        self, builder: ProgramBuilder, tokens: Value, *, cache: CachePlaces | RowPlaces | None = None, part: str = "all"
     ) -> Value:
-        """Emit the logits [T, vocabulary] of tokens [T] of one sequence, after those of a cache.
+        """Emit the logits [T, vocabulary] of tokens [T] of one sequence, after those of a cache, or of whole sequences.
 
         Args:
             builder: Collects.
@@ -346,12 +349,29 @@ class TransformerDecoder(_Transformer):
             logits = (logits / self.config.final_logit_softcapping).tanh() * self.config.final_logit_softcapping
         return logits
 
+    def features(self, tokens: torch.Tensor, *, allowed: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what the head takes, [B, T, hidden], as an encoder does.
+
+        Args:
+            tokens: int64 [B, T].
+            allowed: bool [B, T]: which tokens are not padding.
+
+        Raises:
+            InputError: As ``forward``.
+        """
+        self._check(tokens)
+        x = self._embed(tokens)
+        for block in self.layers:
+            x = block(x, allowed=allowed)
+        y: torch.Tensor = x if self.norm is None else self.norm(x)
+        return y
+
 
 class TransformerEncoder(_Transformer):
     """Token numbers to features [B, T, hidden].
 
     Parts: ``embed_tokens``, ``embed_positions`` (learned), ``embed_types`` (segments), ``layers``; ``embed_norm`` where
-    norms stand behind the sums, and ``norm`` where they stand before.
+    the config has one, and ``norm`` where norms are before the sums.
 
     Args:
         config: Sizes and options; not ``causal``.
@@ -365,7 +385,7 @@ class TransformerEncoder(_Transformer):
             raise ConfigError("encoder", name="causal", rule="False; a decoder is TransformerDecoder", value=True)
         kinds = config.type_vocab_size
         self.embed_types = _embedding(kinds, config) if kinds else None
-        self.embed_norm = _norm(config) if config.norm_position == "post" else None
+        self.embed_norm = _norm(config) if config.embedding_norm else None
         self.norm = None if config.norm_position == "post" else _norm(config)
         self._initialise()
 
@@ -394,6 +414,26 @@ class TransformerEncoder(_Transformer):
             x = block(x, allowed=allowed)
         y: torch.Tensor = x if self.norm is None else self.norm(x)
         return y
+
+    def emit_program(
+        self, builder: ProgramBuilder, tokens: Value, *, cache: RowPlaces | None = None, types: Value | None = None
+    ) -> Value:
+        """Emit the features [T, hidden] of tokens [T] of whole sequences, and of their segments [T]."""
+        if cache is None:
+            builder.refuse("an encoder is emitted for whole sequences")
+        x: Value = builder.emit(self.embed_tokens, tokens)
+        if self.config.embedding_scale != 1.0:
+            x = builder.step(Op.AFFINE, x, numbers=(self.config.embedding_scale, 0))
+        if self.embed_positions is not None:
+            table, first = builder.bound(self.embed_positions.weight, "positions"), self.config.position_offset
+            table = builder.rows(table, first, table.shape[0] - first)
+            x = builder.step(Op.ADD, x, builder.step(Op.EMBEDDING, cache.position, table, shape=x.shape))
+        if self.embed_types is not None:
+            x = builder.step(Op.ADD, x, builder.emit(self.embed_types, types))
+        x = x if self.embed_norm is None else builder.emit(self.embed_norm, x)
+        for block in self.layers:
+            x = builder.emit(block, x, cache=cache)
+        return x if self.norm is None else builder.emit(self.norm, x)
 
 
 Transformer = TransformerDecoder | TransformerEncoder

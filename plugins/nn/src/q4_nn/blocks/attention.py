@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 from q4_nn.blocks.joined import emit_project, project
+from q4_nn.blocks.rows import RowPlaces
 from q4_programs import Op
 from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from q4_nn.blocks.cache import CachePlaces, KVCache
     from q4_nn.blocks.rotary import RotaryEmbedding
     from q4_programs import ProgramBuilder, Value
@@ -34,7 +37,7 @@ def visible(  # noqa: PLR0913  # one argument per rule
         count: T queries.
         seen: S keys.
         causal: Whether query t of T sees key s only where ``s <= S - T + t``.
-        window: And only the last ``window`` of these.
+        window: And only the last ``window`` of these; where not causal, keys less than ``window`` away on either side.
         allowed: bool [B, S]: keys that hold a token; a query always sees itself, so that no row is empty.
         device: Where.
     """
@@ -42,6 +45,8 @@ def visible(  # noqa: PLR0913  # one argument per rule
     past = torch.ones(count, seen, dtype=torch.bool, device=device).tril(seen - count)
     if causal and (count > 1 or (window is not None and window < seen)):
         mask = past if window is None else past.triu(seen - count - window + 1)
+    elif window is not None and window < seen:
+        mask = torch.ones_like(past).tril(seen - count + window - 1).triu(seen - count - window + 1)
     if allowed is not None:
         held = allowed[:, None, None, :] | past.triu(seen - count)
         mask = held if mask is None else held & mask
@@ -152,7 +157,7 @@ class MultiHeadAttention(nn.Module):
         num_kv_heads: Key-value heads, a divisor of ``num_heads``. Defaults to as many.
         head_dim: Features of a head; defaults to ``hidden_size / num_heads``.
         causal: Whether a token sees none after it.
-        window: How many tokens it sees, its own among them; None for all.
+        window: How many tokens it sees, its own among them; where not causal, on either side. None for all.
         bias: Whether queries, keys and values have one.
         out_bias: Whether the last projection has one; defaults to ``bias``.
         qk_norm: Epsilon of the RMS norm of each head's queries and keys; None for no norm.
@@ -287,10 +292,10 @@ class MultiHeadAttention(nn.Module):
         y: torch.Tensor = self.o_proj(mixed.flatten(-2))
         return y
 
-    def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | None = None) -> Value:
-        """Emit the tokens of one sequence that the builder has steps for, after those of a cache."""
-        if cache is None or not self.causal:
-            builder.refuse("attention is emitted for tokens of one sequence, over a cache")
+    def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | RowPlaces | None = None) -> Value:
+        """Emit the tokens that the builder has steps for: of one sequence after a cache's, or of whole sequences."""
+        if cache is None or not (self.causal or isinstance(cache, RowPlaces)):
+            builder.refuse("attention is emitted for tokens of one sequence over a cache, or for whole sequences")
         if self.cap is not None or self.sinks is not None:
             builder.refuse("attention with capped scores or sinks is no operation of a program")
         query, key, value = emit_project(self, "qkv_proj", builder, x)
@@ -298,6 +303,8 @@ class MultiHeadAttention(nn.Module):
         shapes = [(count, self.head_dim) for count in rows]
         if self.q_norm is not None and self.k_norm is not None and not self.norm_heads:
             query, key = builder.emit(self.q_norm, query), builder.emit(self.k_norm, key)
+        if isinstance(cache, RowPlaces):
+            return self._emit_rows(builder, (query, key, value), cache)
         query, key, value = map(builder.reshape, map(builder.dense, (query, key, value)), shapes)
         if self.q_norm is not None and self.k_norm is not None and self.norm_heads:
             query, key = builder.emit(self.q_norm, query), builder.emit(self.k_norm, key)
@@ -315,6 +322,27 @@ class MultiHeadAttention(nn.Module):
         numbers = (self.num_kv_heads, scale, self.window or 0)
         mixed = builder.step(Op.ATTENTION, query, keys, values, place, numbers=numbers)
         y: Value = builder.emit(self.o_proj, builder.reshape(mixed, (*x.shape[:-1], self.num_heads * self.head_dim)))
+        return y
+
+    def _emit_rows(self, builder: ProgramBuilder, parts: Sequence[Value], places: RowPlaces) -> Value:
+        """Emit whole sequences: what each row [rows, heads · head_dim] sees are rows as well, which nothing copies."""
+        query, key, value = parts
+        has_norms = self.q_norm is not None and self.norm_heads
+        if has_norms or self.rotary is not None:
+            found = []
+            for part, norm in ((query, self.q_norm), (key, self.k_norm)):
+                shape = part.shape
+                heads = builder.reshape(builder.dense(part), (shape[0] * (shape[-1] // self.head_dim), self.head_dim))
+                heads = builder.emit(norm, heads) if has_norms and norm is not None else heads
+                heads = heads if self.rotary is None else builder.emit(self.rotary, heads, cache=places)
+                found.append(builder.reshape(heads, shape))
+            query, key = found
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        spans = places.spans(causal=self.causal, window=self.window)
+        numbers = (self.num_heads, self.num_kv_heads, scale)
+        y: Value = builder.emit(
+            self.o_proj, builder.step(Op.ATTEND_SPANS, query, key, value, spans, numbers=numbers, shape=query.shape)
+        )
         return y
 
     @staticmethod

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from q4_nn.blocks.cache import CachePlaces
+    from q4_nn.blocks.rows import RowPlaces
     from q4_programs import ProgramBuilder, Value
 
 __all__ = ["RopeScaling", "RotaryEmbedding"]
@@ -239,8 +240,8 @@ class RotaryEmbedding(nn.Module):
             return False
         return max(known, length) > self.scaling.original_context
 
-    def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces) -> Value:
-        """Emit the turn of one token's heads [heads, head_dim]."""
+    def emit_program(self, builder: ProgramBuilder, x: Value, *, cache: CachePlaces | RowPlaces) -> Value:
+        """Emit the turn of tokens' heads [tokens · heads, head_dim]."""
         if self.scaling.depends_on_length() and cache.capacity > self.scaling.original_context:
             builder.refuse("its frequencies depend on the length of the sequence")
 
