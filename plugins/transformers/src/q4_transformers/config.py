@@ -20,7 +20,7 @@ METHOD = "q4"
 """transformers' name of this quantizer: one of its own would switch on code that is written for another library."""
 _OPTIONS = (
     "format", "block_size", "zero_points", "modules_to_not_convert", "dialect", "lossy", "backend", "compute_path",
-    "activation_precision", "cache", "skip",
+    "activation_precision", "cache", "skip", "programs",
 )  # fmt: skip
 
 
@@ -45,12 +45,13 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             (a folder, or ``off``) and else takes the user's cache folder; ``"off"`` has none; or a folder.
         skip: ``"unsupported"`` makes a layer that can't be quantised, or can't run packed in its module, dense instead
             of an error. Each is logged, and listed by ``explain`` with its reason.
+        programs: Whether a model whose parts are known runs a call as one program on CPUs; else its modules run.
 
     Raises:
         ConfigError, FormatError, DialectError: An option is not legal; the message names it.
     """
 
-    def __init__(  # noqa: PLR0913  # one argument per option
+    def __init__(  # noqa: C901, PLR0913  # one argument per option
         self,
         format: str | None = None,  # noqa: A002  # the name everywhere here
         *,
@@ -64,6 +65,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         activation_precision: str | None = None,
         cache: str | PathLike[str] = "auto",
         skip: str | None = None,
+        programs: bool = True,
         **others: Any,
     ) -> None:
         unknown = sorted(set(others) - {"quant_method"})
@@ -84,6 +86,8 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             raise ConfigError("Q4Config", name="skip", rule="None or 'unsupported'", value=skip)
         if not isinstance(zero_points, bool) or (zero_points and format != "int4"):
             raise ConfigError("Q4Config", name="zero_points", rule="a bool; True with format='int4'", value=zero_points)
+        if not isinstance(programs, bool):
+            raise ConfigError("Q4Config", name="programs", rule="a bool", value=programs)
         names = None if modules_to_not_convert is None else list(modules_to_not_convert)
         if isinstance(modules_to_not_convert, str) or not all(isinstance(name, str) for name in names or ()):
             rule = "a list of names of modules"
@@ -92,7 +96,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             find_dialect(dialect, q4.dialects())
         self.quant_method = METHOD
         self.format, self.block_size, self.modules_to_not_convert = format, block_size, names
-        self.zero_points, self.skip = zero_points, skip
+        self.zero_points, self.skip, self.programs = zero_points, skip, programs
         self.dialect, self.lossy, self.backend = dialect, bool(lossy), backend
         self.compute_path, self.activation_precision = compute_path, activation_precision
         if not isinstance(cache, (str, PathLike)) or not fspath(cache):
@@ -123,4 +127,6 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         if self.stored is not None:
             return dict(self.stored)
         given = {name: getattr(self, name) for name in _OPTIONS}
-        return {"quant_method": METHOD, **{name: value for name, value in given.items() if value not in (None, False)}}
+        given["programs"] = None if self.programs else False
+        kept = {name: value for name, value in given.items() if value is not None and (value or name == "programs")}
+        return {"quant_method": METHOD, **kept}

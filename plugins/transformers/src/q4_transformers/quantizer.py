@@ -22,6 +22,7 @@ from transformers.utils import logging
 import q4core as q4
 from q4_nn.convert.reads import weight_reads
 from q4_transformers.dense import fill_parameter, hide_parameter, make_dense, plain_layer
+from q4_transformers.encoders import run_encoders_as_programs
 from q4_transformers.experts import are_experts, drop_conversions, has_experts, place_experts, without_experts
 from q4_transformers.linear import HfLinear
 from q4_transformers.names import Names
@@ -228,6 +229,8 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
                 layer.adopt(weight if device is None else weight.to(device))
         if cache is not None:
             self.cache_state = cache.store(model, [place for place in places if place.module in self.packed])
+        if self.quantization_config.programs and self._is_on_cpu():
+            run_encoders_as_programs(model)
         return model
 
     def _leave_dense(self, model: Any, checkpoint: Checkpoint, place: Place, error: InputError) -> None:
