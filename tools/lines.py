@@ -32,6 +32,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/transformers": 2_860,
     "plugins/triton-kernels": None,
     "plugins/um-managed": 3_200,
+    "plugins/vllm": None,
     "conformance": 12_310,
     "conformance/faults": 3_990,
     "benchmarks": None,
