@@ -13,7 +13,7 @@ import q4core as q4
 from q4_cpu_native import CpuNative
 from q4_dequant_fallback import DequantFallback
 from q4_programs import BoundLayer, Buffer, Op, Program, Step, View, bind
-from q4_programs.ops import SPIKING
+from q4_programs.ops import SPIKING, WITH_SPANS
 from tests.support import samples
 from tests.support.cpu_layers import ISAS, random_weight
 
@@ -163,6 +163,8 @@ ALONE = [
     (Op.COPY, [(3, 50)], [(3, 50)], ()),
     (Op.ARGMAX, [(3, 50)], [(1, 3, 0)], ()),
     (Op.TOP_K, [(3, 50)], [(3, 7), (3, 7, 0)], (7,)),
+    (Op.ATTEND_SPANS, [(3, 80), (9, 40), (9, 40), (1, 6, 0)], [(3, 80)], (4, 2, 0.2)),
+    (Op.MEAN_SPANS, [(9, 50), (1, 6, 0)], [(3, 50)], ()),
 ]
 
 
@@ -178,6 +180,8 @@ def test_each_operation_is_the_references(registry: q4.Registry, case: tuple[Op,
     program, tensors = _one(op, inputs, outputs, *numbers)
     bound = bind(program, tensors, registry=registry)
     assert bound.record.backend == "cpu-native", bound.record.reasons
+    if op in WITH_SPANS:
+        tensors[len(inputs) - 1].copy_(torch.tensor([0, 1, 2, 9, 3, 6]))
     bound()
 
 
