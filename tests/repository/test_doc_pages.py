@@ -46,6 +46,8 @@ ELSEWHERE = {
     "write-a-backend/dialect": "tests/repository/test_write_a_backend.py",
     "write-a-backend/memory": "tests/repository/test_write_a_backend.py",
 }
+_CHINESE = [path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in ROOT.glob("docs/zh/*/*.md")]
+ELSEWHERE |= dict.fromkeys(_CHINESE, "tests/repository/test_chinese.py")  # programs of the English page, which are run
 """Page with programs → the tests that run them."""
 
 

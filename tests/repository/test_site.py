@@ -139,6 +139,7 @@ def test_navigation_is_by_reader() -> None:
         "Reference",
         "Explanation",
         "For contributors",
+        "中文",
     ]
 
 

@@ -133,9 +133,16 @@ def _name_missing(_app: Sphinx, _env: BuildEnvironment, node: pending_xref, _sho
         _log.warning("%s is not in tools/website/inventories.py", target, location=node)
 
 
+def _name_language(_app: Sphinx, name: str, _template: str, context: dict[str, Any], _tree: object) -> None:
+    """Name the language of a page that is not in English, for readers aloud and for fonts."""
+    if name.startswith("zh/"):
+        context["language"] = "zh-CN"
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to the events of a build."""
     app.connect("source-read", _change_source)
     app.connect("env-check-consistency", _check_names)
     app.connect("missing-reference", _name_missing)
+    app.connect("html-page-context", _name_language)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
