@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nox
 
-from tools.projects import BUILDERS, CONSTRAINTS, ROOT, distributions, projects
+from tools.projects import BUILDERS, CONSTRAINTS, ROOT, Project, distributions, projects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,13 +105,10 @@ def ggml_build(isa: str = "", machine: str = "") -> dict[str, str]:
 
 
 def install_packages(session: nox.Session, *, environment: str = "env") -> None:
-    """Install torch first, so that no dependency installs it, then every package of this repository, editable."""
+    """Install torch first, so that no dependency installs it, then libraries, and every package here, editable."""
     install(session, "torch", "torch", "numpy", environment=environment)
     install(session, "builders", *BUILDERS, environment=environment)
     folders: Sequence[Path] = distributions()
-    apart = [item for folder in folders if folder.name in PEER_PACKAGES for item in ("--editable", str(folder))]
-    install(session, "apart", "--no-deps", "--no-build-isolation", *apart, environment=environment)
-    folders = [folder for folder in folders if folder.name not in PEER_PACKAGES]
     if "CXX" not in os.environ and not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
         session.warn("there is no C++ compiler here: cpu-native is left out, and the reference runs instead")
         folders = [folder for folder in folders if folder.name != "cpu-native"]
@@ -118,8 +116,16 @@ def install_packages(session: nox.Session, *, environment: str = "env") -> None:
         session.log(f"{folder.name}: compiling; cpu-native takes two minutes on two idle cores")
         own = ("--no-deps", "--no-build-isolation", "--editable", str(folder))
         install(session, folder.name, *own, environment=environment)
-    editables = [item for folder in folders for item in ("--editable", str(folder)) if folder.name not in COMPILED]
-    install(session, "packages", "--no-build-isolation", *editables, environment=environment)
+    needed = {line for folder in folders if folder.name not in PEER_PACKAGES for line in _libraries(folder)}
+    install(session, "libraries", *sorted(needed), environment=environment)
+    editables = [item for folder in folders if folder.name not in COMPILED for item in ("--editable", str(folder))]
+    # Their libraries are there, but for those of PEER_PACKAGES, of which pip would write as of an error.
+    install(session, "packages", "--no-deps", "--no-build-isolation", *editables, environment=environment)
+
+
+def _libraries(folder: Path) -> list[str]:
+    """Return what a distribution always needs of others."""
+    return [line for line in Project(folder).requirements[""] if not re.match(r"q4(core|-)", line)]
 
 
 def link(session: nox.Session, environment: str, *, base: str = "env") -> None:
