@@ -15,6 +15,7 @@ import shutil
 import sys
 import tarfile
 import time
+import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from tools.sbom import bill, check_bill
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DIST", "Build", "BuildError", "epoch", "hashes"]
+__all__ = ["DIST", "Build", "BuildError", "epoch", "hashes", "placeholders"]
 
 DIST = ROOT / "dist"
 WORK = ROOT / "build" / "wheels"
@@ -158,6 +159,12 @@ def hashes(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+def placeholders() -> list[str]:
+    """Return the servers in the distributions' addresses that are nobody's: those below ``.example`` (RFC 2606)."""
+    urls = {urllib.parse.urlsplit(url) for project in projects() for url in project.table["urls"].values()}
+    return sorted({f"{url.scheme}://{url.netloc}" for url in urls if url.netloc.endswith(".example")})
+
+
 def build_all(build: Build, chosen: Sequence[str] = ()) -> dict[str, str]:
     """Build every distribution, or those chosen, and check the files as an index would; return file name → sha256."""
     for project in projects():
@@ -190,6 +197,8 @@ def main() -> int:
         sums = "".join(f"{value}  {name}\n" for name, value in first.items())
         (DIST / "SHA256SUMS").write_text(sums, encoding="utf-8")
         print(f"{len(document['components'])} components in dist/q4core.cdx.json, which follows CycloneDX 1.6")
+        for address in placeholders():
+            print(f"{address} in the metadata is a placeholder that leads nowhere: replace it before an upload")
         if options.again:
             second = build_all(Build(WORK / "dist", WORK / "again", pythons), options.only)
             other = sorted(name for name, value in second.items() if first.get(name) != value)

@@ -17,7 +17,7 @@ from tests.support.limits import scaled
 from tools import sbom
 from tools.progress import CommandError, run_command, step
 from tools.projects import ROOT, Project, projects
-from tools.wheels import epoch, hashes
+from tools.wheels import epoch, hashes, placeholders
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,6 +115,11 @@ def test_a_command_shows_its_steps_as_they_end_and_its_errors(capsys: pytest.Cap
     ]
     with pytest.raises(CommandError, match="status 3:\nbroken"):
         run_command([sys.executable, "-c", "print('broken'); raise SystemExit(3)"])
+
+
+def test_addresses_that_lead_nowhere_are_named() -> None:
+    """``nox -s build`` says so, as long as the project has no address of its own."""
+    assert placeholders() == ["https://q4core.example"]
 
 
 def test_the_bill_is_json() -> None:
