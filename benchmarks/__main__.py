@@ -1,7 +1,7 @@
 """Command that runs every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
-[waiting] [embeddings] [actors] [scaling] [microcircuit] [spikes] [snn] [transformers]``.
+[waiting] [embeddings] [encoders] [actors] [scaling] [microcircuit] [spikes] [snn] [transformers]``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from benchmarks import (
     certify,
     cpu,
     embeddings,
+    encoders,
     generate,
     huggingface,
     memory,
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "certify": certify.main,
     "waiting": waiting.main,
     "embeddings": embeddings.main,
+    "encoders": encoders.main,
     "actors": actors.main,
     "scaling": scaling.main,
     "microcircuit": microcircuit.main,
