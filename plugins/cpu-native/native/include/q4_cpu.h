@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 12
+#define Q4_CPU_ABI_VERSION 13
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 

@@ -233,10 +233,10 @@ int judge_steps(int32_t isa) {
         if (make({e.step}, 2, isa, program) != 0) fail("a sound step of spans", op, -1);
         for (const auto [first, last] : {std::pair<int64_t, int64_t>{3, 3}, {4, 3}, {0, kCapacity + 1}}) {
             e.index[0] = first, e.index[1] = last;
-            if (q4_cpu_program_run(program, 2, 1, nullptr) != 1) fail("a span that is none", op, -1);
+            if (q4_cpu_program_run(program, 2, 1, nullptr, nullptr) != 1) fail("a span that is none", op, -1);
         }
         e.index[0] = 0, e.index[1] = kCapacity;
-        if (q4_cpu_program_run(program, 2, 1, nullptr) != 0) fail("a span of all rows", op, -1);
+        if (q4_cpu_program_run(program, 2, 1, nullptr, nullptr) != 0) fail("a span of all rows", op, -1);
         q4_cpu_program_free(program);
     }
     // A position that a step before gives can't be looked at before the run.

@@ -6,6 +6,7 @@ encoder, made over the same layers. Its features are compared with those of the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from q4_lm.generation.encoding import EncodingPrograms
 from q4_lm.models.hf_names import fused_parts, to_hf_name
 from q4_lm.models.transformer import empty_transformer
 from q4_nn.blocks.joined import JoinedLinear
-from q4_programs import Watch, refuse
+from q4_programs import Watch, layers_of, refuse
 from q4core import Q4Error, Q4Linear
 from q4core.plugin_api import is_plain_call
 
@@ -45,22 +46,25 @@ def run_encoders_as_programs(model: nn.Module) -> None:
     config = getattr(encoder, "config", None)
     if config is None or "forward" in vars(encoder):
         return
-    try:
-        twin = _twin(encoder, config.to_dict())
-    except (Q4Error, LookupError):  # of another kind, or with other parts: the modules run
-        return
-    if twin is not None:
-        encoder.forward = _Forward(encoder, twin)
+    if _twin(encoder) is not None:
+        encoder.forward = _Forward(encoder)
 
 
-def _twin(encoder: nn.Module, values: dict[str, Any]) -> TransformerEncoder | None:
-    """Return q4-lm's encoder over the modules of transformers' one; None for another kind of model.
+def _twin(encoder: Any) -> TransformerEncoder | None:
+    """Return q4-lm's encoder over the modules of transformers' one; None for another kind, or one with other parts."""
+    with contextlib.suppress(Q4Error, LookupError):
+        return _made_of(encoder, {name: value for name, value in encoder.config.to_dict().items() if value is not None})
+    return None
+
+
+def _made_of(encoder: nn.Module, values: dict[str, Any]) -> TransformerEncoder | None:
+    """Return that encoder.
 
     Raises:
         Q4Error: The config asks for what is not computed.
         LookupError: The encoder lacks a module.
     """
-    config = config_from_hf({name: value for name, value in values.items() if value is not None})
+    config = config_from_hf(values)
     if config.causal:
         return None
     theirs = dict(encoder.named_modules())
@@ -85,29 +89,32 @@ class _Forward:
 
     Args:
         encoder: The encoder.
-        twin: q4-lm's over the same modules.
     """
 
-    def __init__(self, encoder: nn.Module, twin: TransformerEncoder) -> None:
-        self._encoder, self._twin = encoder, twin
-        self._programs = EncodingPrograms(twin, twin.config.max_position_embeddings)
+    def __init__(self, encoder: nn.Module) -> None:
+        self._encoder = encoder
+        self._limit = 0
+        """Tokens of a row at most."""
         self._watch: Watch | None = None
+        self._programs: EncodingPrograms | None = None
+        self._packed: list[Q4Linear] = []
         self._kind: Any = None
         """Class of what it returns; None before the features were compared, False where they differ."""
         functools.update_wrapper(self, type(encoder).forward)
 
     def __reduce__(self) -> Any:
         """Copy what it is made of: programs are bound to memory."""
-        return type(self), (self._encoder, self._twin)
+        return type(self), (self._encoder,)
 
     def __call__(self, input_ids: Any = None, *inputs: Any, **options: Any) -> Any:
         """Return what the encoder's class does; padding has features of 0 where a program ran."""
         modules = functools.partial(type(self._encoder).forward, self._encoder)
-        options["input_ids"] = input_ids
-        held = None if inputs else self._held(options)
-        if held is None or not self._is_unchanged():
-            del options["input_ids"]
+        if torch.compiler.is_compiling() or inputs or not self._is_whole() or self._programs is None:
             return modules(input_ids, *inputs, **options)
+        options["input_ids"] = input_ids
+        held = self._held(options)
+        if held is None:
+            return modules(**options)
         lengths: list[int] = held.sum(1).tolist()
         types = options.get("token_type_ids")
         program = self._programs.find(max(lengths))
@@ -135,25 +142,30 @@ class _Forward:
         if tokens is None or any(item.shape != tokens.shape for item in given) or tokens.dtype != torch.int64:
             return None
         is_recorded = torch.is_grad_enabled() and any(item.requires_grad for item in self._encoder.parameters())
-        if not tokens.numel() or tokens.shape[1] > self._twin.config.max_position_embeddings or is_recorded:
+        if not tokens.numel() or tokens.shape[1] > self._limit or is_recorded:
             return None
         held = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask != 0
         counts = held.sum(1, keepdim=True)
         is_behind = bool((counts > 0).all()) and bool((held == (torch.arange(tokens.shape[1]) < counts)).all())
         return held if is_behind and is_plain_call() and not self._encoder.training else None
 
-    def _is_unchanged(self) -> bool:
-        """Return whether no module has a hook, was replaced or trains; after a change features are compared anew."""
+    def _is_whole(self) -> bool:
+        """Return whether no module has a hook or trains; after a change all is made and compared anew."""
         if self._watch is None or self._watch.change() is not None:
-            self._kind = None
-            self._watch = Watch([*self._encoder.modules()][1:])  # its own hooks are run by who calls it
-        return self._watch.change() is None
+            watch = Watch([*self._encoder.modules()][1:])  # its own hooks are run by who calls it
+            self._watch = watch if watch.change() is None else None
+            twin = None if self._watch is None else _twin(self._encoder)
+            self._kind, self._programs = None, None
+            if twin is not None:
+                self._limit = twin.config.max_position_embeddings
+                self._programs = EncodingPrograms(twin, self._limit)
+                self._packed = layers_of(twin)
+        return self._watch is not None
 
     def _prove(
         self, program: EncodingProgram, modules: Callable[..., Any], options: dict[str, Any], lengths: Sequence[int]
     ) -> Any:
         """Return the class of what the modules give, if the program gives the same for the beginning of some rows."""
-        packed = [module for module in self._twin.modules() if isinstance(module, Q4Linear)]
         error = norm = 0.0
         kind: Any = False
         for row, length in enumerate(lengths[:_PROBED_ROWS]):
@@ -165,8 +177,8 @@ class _Forward:
             wanted, kind = answer.last_hidden_state[0].double(), type(answer)
             found = program.run([count], part["input_ids"], part.get("token_type_ids")).double()
             error, norm = error + float((found - wanted).square().sum()), norm + float(wanted.square().sum())
-        if error <= 2 * len(packed) * _SQUARED_ERROR * norm:
+        if error <= 2 * len(self._packed) * _SQUARED_ERROR * norm:
             return kind
         what = f"features differ from the modules' by {error / max(norm, 1e-30):.1e} of their square"
-        refuse(f"encode {type(self._encoder).__name__}", packed, what)
+        refuse(f"encode {type(self._encoder).__name__}", self._packed, what)
         return False

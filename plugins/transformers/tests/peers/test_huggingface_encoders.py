@@ -154,6 +154,22 @@ def test_gradients_hooks_and_changes(tmp_path: Any) -> None:
         assert not torch.equal(model(**given).last_hidden_state, first)
 
 
+def test_replaced_modules_are_seen(tmp_path: Any) -> None:
+    """After layers were made dense, and one of them changed, the modules' numbers are given; so they are compiled."""
+    model, given = load("bert", tmp_path), batch()
+    with torch.inference_mode():
+        first = model(**given).last_hidden_state
+    model.dequantize()
+    model.encoder.layer[0].output.dense.weight.data.zero_()
+    with torch.inference_mode():
+        assert float((model(**given).last_hidden_state - first).abs().max()) > LIMIT
+    packed = load("bert", tmp_path / "again")
+    with torch.no_grad():
+        whole = torch.compile(packed, backend="eager", fullgraph=True)(**given).last_hidden_state
+        mask = given["attention_mask"].bool()
+        assert float((whole - packed(**given).last_hidden_state)[mask].abs().max()) < LIMIT
+
+
 def test_programs_are_asked_for(tmp_path: Any) -> None:
     """``programs=False`` leaves the class's forward; another kind of model keeps its own; a copy has its own layers."""
     assert forward_of(load("bert", tmp_path, programs=False)) is None
