@@ -27,6 +27,8 @@ FILES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"
 JUDGED = [
     "index.html",
     "install.html",
+    "packages.html",
+    "zh/install.html",
     "performance.html",
     "compatibility.html",
     "tutorials/run-a-checkpoint.html",
