@@ -12,7 +12,7 @@ import pytest
 from benchmarks.verdict import Verdict
 from tests.repository.test_readme import SHOWN, instruction_sets
 from tests.support.pages import ROOT
-from tools.website import compatibility, inventories, performance, picture
+from tools.website import chinese, compatibility, inventories, performance, picture
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,6 +141,13 @@ def test_navigation_is_by_reader() -> None:
         "For contributors",
         "中文",
     ]
+
+
+def test_chinese_lines_are_joined() -> None:
+    """Within a paragraph the end of a line is no space; blocks, items, rows and English lines stay."""
+    assert chinese.join_lines("一行。\n二行\n`名称`。\n\n三\n") == "一行。二行`名称`。\n\n三\n"
+    others = "甲。\n\n乙\n- 丙\n| 丁 |\n```text\nx\n```\none\ntwo 戊\nthree\n"
+    assert chinese.join_lines(others) == others
 
 
 def test_an_inventory_has_its_names(tmp_path: Path) -> None:

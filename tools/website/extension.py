@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sphinx.util import logging
 
-from tools.website import compatibility, inventories, performance
+from tools.website import chinese, compatibility, inventories, performance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,6 +110,7 @@ def _change_source(app: Sphinx, name: str, source: list[str]) -> None:
             text = text.replace(f"<!-- made: {found} -->", make())
         except (performance.ResultsError, compatibility.CertificateError) as error:
             _log.warning("%s", error, location=name)
+    text = chinese.join_lines(text)
     text = _CONTAINER.sub(r"::::{container} \1\n\2\n::::", text)
     source[0] = _TOCTREE.sub(r"\1", text)
 
