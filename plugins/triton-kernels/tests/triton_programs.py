@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from q4_triton_kernels import Compiled
     from q4_triton_kernels.program import Program
 
-__all__ = ["BY_ROW", "RECIPES", "Candidate", "candidates", "factory_for", "gradient_of"]
+__all__ = ["BY_ROW", "LIKE", "RECIPES", "Candidate", "candidates", "factory_for", "gradient_of"]
 
 RECIPES = {
     "nf4": WeightRecipe(format="nf4"),
@@ -44,8 +44,8 @@ _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LAYOUTS = {**RECIPES, "by_row": BY_ROW}
 _SHORT_WEIGHTS = ("nvfp4", "mxfp4")
 _BLOCKS = tuple(name for name in RECIPES if name not in _SHORT_WEIGHTS)
-_OF_ITS_OWN = frozenset({80, 90, 100, 120, 121})
-"""Architectures of which split sums and uneven K are compiled in every run; those of the others are like them."""
+LIKE = {86: 80, 89: 80, 103: 100, 120: 121}
+"""Architecture → another one with the same tiles, of which every run compiles all; of its own, the long run does."""
 _TENSOR_MEMORY = frozenset({100, 103})
 """Architectures with tensor memory, of which blocks of 16 take most: beyond what there is, a program is a trap."""
 
@@ -113,11 +113,22 @@ def gradient_of(recipe: str, dtype: torch.dtype, arch: int | None, out_dtype: to
 
 
 def candidates(arch: int, *, every: bool = False) -> Iterator[Candidate]:
-    """Yield the programs of an architecture: those that each run compiles, or else all that layers usually run."""
-    found = common = set(_common(arch))
+    """Yield the programs of an architecture that each run compiles, or else the others that layers usually run."""
+    turned = set(_common(arch))
+    found = common = {item for item in turned if arch not in LIKE or _shows_more(item)}
     if every:
-        found = {item for item in _all(arch) if item.is_usual} - common
+        found = ({item for item in _all(arch) if item.is_usual} | turned) - common
     yield from sorted(found, key=str)
+
+
+def _shows_more(item: Candidate) -> bool:
+    """Return whether a program may differ where tiles are the same: it decodes a format, or takes most registers."""
+    if item.kind not in {"gemm", "gradient"}:
+        return item.kind == "gemv"
+    config, factory = config_for(item.arch), factory_for(item.recipe, item.dtype, item.arch, item.out_dtype)
+    if item.kind == "gemm":
+        return item.place == len(config.gemm[factory.layout.family(item.dtype)]) - 1
+    return item.place == len(gradient_of(item.recipe, item.dtype, item.arch, item.out_dtype).tiles) - 1
 
 
 def _all(arch: int) -> Iterator[Candidate]:
@@ -164,7 +175,7 @@ def _common(arch: int) -> Iterator[Candidate]:
         yield Candidate(arch, "gradient", "nvfp4_plain", short, len(config.gradient["blocks"]) - 1)
     for place in range(len(config.gemm["wide"])):
         yield Candidate(arch, "gemm", list(RECIPES)[(3 * turn + 2 * place) % len(RECIPES)], wide, place)
-    if arch in _OF_ITS_OWN:
+    if arch not in LIKE:
         for kind in ("gemv", "gemm"):
             yield Candidate(arch, kind, "nf4", short, even=False)
             yield Candidate(arch, kind, "nf4", short, final=False)
