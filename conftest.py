@@ -51,6 +51,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_file and not any(word in text for word in _OF_PATHS) else None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """With ``-m "not soak …"`` make no test of the soak's parameters: ten thousand cost each worker ten seconds."""
+    if "not soak" in metafunc.config.option.markexpr:
+        marks = metafunc.definition.own_markers
+        marks[:] = [_of_every_run(mark) if mark.name == "parametrize" else mark for mark in marks]
+
+
+def _of_every_run(mark: pytest.Mark) -> pytest.Mark:
+    """Return a parametrisation without what has the marker ``soak``, if anything is left of it."""
+    if len(mark.args) != 2 or isinstance(mark.kwargs.get("ids"), (list, tuple)):  # noqa: PLR2004  # names and values
+        return mark
+    names, values = mark.args[0], [*mark.args[1]]
+    left = [value for value in values if not any(item.name == "soak" for item in getattr(value, "marks", ()))]
+    return pytest.mark.parametrize(names, left or values, **mark.kwargs).mark
+
+
 @functools.cache
 def _names(code: types.CodeType) -> frozenset[object]:
     """Return the names and words that a function uses."""

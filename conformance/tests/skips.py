@@ -68,7 +68,7 @@ def judging_names(trees: Iterable[ast.AST]) -> set[str]:
         judging |= more
 
 
-def unjudged(tree: ast.AST, judging: set[str]) -> list[str]:
+def unjudged(tree: ast.AST, judging: frozenset[str] | set[str]) -> list[str]:
     """Return what is wrong with a module's checks: a return without a judgement before it, or that says nothing."""
     found = []
     for function in _functions([tree]):

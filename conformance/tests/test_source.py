@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,6 @@ def _name(path: Path) -> str:
 
 RUNNER_FILES = {PYTEST_SIDE}
 """The module that is a plugin of pytest."""
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-JUDGING = judging_names(TREES.values())
 CHECKS = [path for path in FILES if path.parent.name == "checks"]
 UNJUDGED = {
     "hides a skip": "import pytest\n@check('a')\ndef f(case, subject):\n    pytest.skip('no')\n",
@@ -45,6 +44,16 @@ UNJUDGED = {
     "hides a skip in a text": "getattr(runner, 'skip')('no')\n",
     "imports one by a name": "from pytest import importorskip as need\n",
 }
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _judging() -> frozenset[str]:
+    return frozenset(judging_names(map(_tree, FILES)))
 
 
 def test_there_is_source_to_look_at() -> None:
@@ -57,14 +66,14 @@ def test_there_is_source_to_look_at() -> None:
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_no_case_skips(path: Path) -> None:
     """No code of the kit names anything that skips, or imports what could."""
-    assert not skips(TREES[path])
-    assert path in RUNNER_FILES or not runners(TREES[path])
+    assert not skips(_tree(path))
+    assert path in RUNNER_FILES or not runners(_tree(path))
 
 
 @pytest.mark.parametrize("path", CHECKS, ids=_name)
 def test_no_check_ends_before_it_judges(path: Path) -> None:
     """Each return of a check comes after something that can fail, and says what was measured."""
-    assert unjudged(TREES[path], JUDGING) == []
+    assert unjudged(_tree(path), _judging()) == []
 
 
 @pytest.mark.parametrize("name", sorted(UNJUDGED))
@@ -87,7 +96,7 @@ def test_planted_skips_are_found(name: str) -> None:
 def test_planted_checks_without_judgement_are_found(body: str, says: str) -> None:
     """A check that returns at once, early, nothing, or after calls that can't fail, is found."""
     source = "def quiet():\n    pass\n@check('a')\ndef f(case, subject):\n" + body
-    faults = unjudged(ast.parse(source), JUDGING)
+    faults = unjudged(ast.parse(source), _judging())
     assert any(says in fault for fault in faults), faults
 
 

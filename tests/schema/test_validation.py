@@ -53,6 +53,7 @@ class Sample:
         return "proj" in layers and layers["proj"].dialect == self.dialect
 
 
+@functools.cache
 def _weights() -> dict[str, tuple[str, q4.PackedWeight]]:
     dense = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     nf4, nvfp4 = q4.quantize(dense, "nf4"), q4.quantize(dense, "nvfp4")
