@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from q4_programs import Value
     from q4_programs.operations import Operations
 
-__all__ = ["HfLinear", "dense_state_only"]
+__all__ = ["HfLinear", "callers", "dense_state_only"]
 
 _CHANGING = re.compile(r"__(i(?!ter__|nvert__|nt__|ndex__)\w+|set\w*)__|out|(?!__)\w+_|\w+ =")
 """Names of methods and of torch's functions that change a tensor."""
@@ -70,7 +70,7 @@ class _LoadedWeight(WeightInfo):
         return self._layer.dequantize()
 
 
-def _callers() -> Iterator[tuple[str, str]]:
+def callers() -> Iterator[tuple[str, str]]:
     """Yield module and function of each caller."""
     frame = inspect.currentframe()
     while frame is not None:
@@ -80,14 +80,12 @@ def _callers() -> Iterator[tuple[str, str]]:
 
 def _is_resized() -> bool:
     """Return whether transformers copies the weight into a new head of another size, which will be dense."""
-    return any(
-        module == "transformers.modeling_utils" and name == "_get_resized_lm_head" for module, name in _callers()
-    )
+    return any(module == "transformers.modeling_utils" and name == "_get_resized_lm_head" for module, name in callers())
 
 
 def _refusal(name: str, layer: HfLinear) -> PackedWeightError:
     """Return the error for what was asked, with the kind of adapter of PEFT that asked for it."""
-    found = (module.split(".") for module, _ in _callers() if module.startswith("peft.tuners."))
+    found = (module.split(".") for module, _ in callers() if module.startswith("peft.tuners."))
     kind = next((parts[2] for parts in found if len(parts) > 3), None)  # noqa: PLR2004  # in the folder of a kind
     if kind is None:
         own = layer.name or "layer"

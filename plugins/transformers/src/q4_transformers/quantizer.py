@@ -8,6 +8,7 @@ mapping of the files, one at a time.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -26,11 +27,12 @@ from q4_transformers.encoders import run_encoders_as_programs
 from q4_transformers.experts import are_experts, drop_conversions, has_experts, place_experts, without_experts
 from q4_transformers.linear import HfLinear
 from q4_transformers.names import Names
-from q4_transformers.parallelism import check_parallelism
+from q4_transformers.parallelism import Ranks, check_heads, find_ranks
 from q4_transformers.peft import keep_names_of_experts
 from q4_transformers.places import Place, open_files, places_of_decoded, places_of_dense, places_of_layers, shape_of
 from q4_transformers.reasons import block_size_for
 from q4_transformers.saving import state_and_metadata
+from q4_transformers.split import SplitLinear, split_style
 from q4core import ConfigError, InputError
 from q4core.plugin_api import read_config
 
@@ -75,6 +77,7 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         self.packed: tuple[str, ...] = ()
         """The modules that were packed at load."""
         self._device_map: Any = None
+        self._ranks: Ranks | None = None
 
     # -- before loading
 
@@ -83,9 +86,9 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
 
         Raises:
             ConfigError: A part of the model would lie on the disk, or on the CPU next to a GPU; or the model would be
-                split over processes.
+                split over processes in a way that packed layers can't follow.
         """
-        check_parallelism()
+        self._ranks = find_ranks()
         self._device_map = device_map
         if not isinstance(device_map, dict):
             return
@@ -103,7 +106,9 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
     ) -> None:
         config = self.quantization_config
         files = [config.gguf.path] if config.gguf is not None else [Path(name) for name in checkpoint_files or ()]
-        if files and config.cache != "off" and self._is_on_cpu():
+        if self._ranks is not None:
+            check_heads(model.config, self._ranks)
+        elif files and config.cache != "off" and self._is_on_cpu():
             from q4_transformers.caching import open_layers  # noqa: PLC0415  # for those who want it
 
             self._cache = open_layers(files, model, config, dtype)
@@ -164,7 +169,13 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         for place in self._places:
             module = model.get_submodule(place.module)
             rows, columns = shape_of(module) or (0, 0)
-            layer = HfLinear.empty(rows, columns, module.bias, dtype=dtype, config=config, name=place.module)
+            options: Any = {"dtype": dtype, "config": config, "name": place.module}
+            ranks = self._ranks
+            style = None if ranks is None else split_style(model, place.module, model.tp_plan)
+            if ranks is None or style is None:
+                layer: Any = HfLinear.empty(rows, columns, module.bias, **options)
+            else:
+                layer = SplitLinear(rows, columns, module.bias, style=style, ranks=ranks, **options)
             layer.stored_name, layer.is_transposed = place.name, isinstance(module, Conv1D)
             layer.is_read = place.module in reads
             layer.dialect = getattr(checkpoint.schema.layers.get(place.stored), "dialect", None)
@@ -226,6 +237,9 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
                 except InputError as error:  # weights that are not finite
                     self._leave_dense(model, checkpoint, place, error)
                     continue
+                if isinstance(layer, SplitLinear):
+                    layer.adopt(weight, functools.partial(self._read_again, checkpoint.path, place))
+                    continue
                 layer.adopt(weight if device is None else weight.to(device))
         if cache is not None:
             self.cache_state = cache.store(model, [place for place in places if place.module in self.packed])
@@ -233,10 +247,15 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
             run_encoders_as_programs(model)
         return model
 
+    def _read_again(self, path: Path, place: Place) -> PackedWeight:
+        """Return the whole weight of a layer of which this process has a part."""
+        with q4.open(path) as checkpoint:
+            return self._weight(checkpoint, place).contiguous()
+
     def _leave_dense(self, model: Any, checkpoint: Checkpoint, place: Place, error: InputError) -> None:
         """Make a layer dense that can't be quantised, or raise the error that says how to ask for that."""
         leaf = place.module.rpartition(".")[2] if place.expert is None else "experts"
-        if self.quantization_config.skip is None:
+        if self.quantization_config.skip is None or self._ranks is not None:
             hint = f"{error.hint or ''} Q4Config(modules_to_not_convert=[{leaf!r}]) leaves it dense, and "
             hint += "skip='unsupported' every layer that can't be quantised."
             where = str(checkpoint.path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import q4core as q4
 from q4_transformers.experts import GPT_OSS, is_stacked, with_stacked_experts
 from q4_transformers.linear import HfLinear, dense_state_only
+from q4_transformers.split import SplitLinear
 from q4core import ConfigError, WeightSpec
 from q4core.plugin_api import find_dialect
 
@@ -53,7 +54,8 @@ def state_and_metadata(
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         return None, {}
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, HfLinear)}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, HfLinear | SplitLinear)}
+    layers = {name: module for name, module in found.items() if not isinstance(found.get(_parent(name)), SplitLinear)}
     with dense_state_only():
         state: dict[str, torch.Tensor] = model.state_dict()
     if not layers:
@@ -87,6 +89,10 @@ def state_and_metadata(
     for name, group in groups.items():
         metadata |= find_dialect(name, q4.dialects()).merge_metadata(group, names)
     return state, metadata
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _dialect_name(config: Q4Config, read: Sequence[str]) -> str:
