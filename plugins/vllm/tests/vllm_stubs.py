@@ -294,19 +294,19 @@ class WeightsMapper:
         self.orig_to_new_substr = orig_to_new_substr or {}
         self.orig_to_new_prefix = orig_to_new_prefix or {}
 
-    def map_name(self, name: str) -> str | None:
-        """Return the new name."""
+    def map_name(self, key: str) -> str | None:
+        """Return the new key."""
         for pattern, new in self.orig_to_new_regex.items():
-            if pattern.search(name):
+            if pattern.search(key):
                 if new is None:
                     return None
-                name = pattern.sub(new, name)
+                key = pattern.sub(new, key)
         for old, new in self.orig_to_new_substr.items():
-            name = name.replace(old, new or "")
+            key = key.replace(old, new or "")
         for old, new in self.orig_to_new_prefix.items():
-            if name.startswith(old):
-                name = (new or "") + name.removeprefix(old)
-        return name
+            if key.startswith(old):
+                key = (new or "") + key.removeprefix(old)
+        return key
 
 
 class Llama:
