@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 import q4core as q4
 from q4_lm import build_transformer
 from q4_lm.generation.encoding import EncodingProgram, EncodingPrograms
+from q4_lm.generation.sentence_modules import modules_of_file
 from q4_nn import convert_linears_
 from q4core.extension import record_of
 
@@ -176,3 +179,17 @@ def test_modules_run_where_a_program_does_not() -> None:
     assert programs.find(8) is not None
     encoder.train()
     assert programs.find(8) is None
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_parts_after_pooling(is_first: bool) -> None:  # a parameter
+    """What the program gave and the parts that follow make the vectors that all parts make of the features."""
+    encoder, rows = build("bert"), rows_of()
+    scaling = modules_of_file(Path("any"), "mean").head[0]
+    dense = torch.nn.Linear(64, 16).requires_grad_(requires_grad=False)
+    head = torch.nn.Sequential(*([scaling, dense] if is_first else [dense, torch.nn.Tanh(), scaling]))
+    modules = attrs.evolve(modules_of_file(Path("any"), "mean"), head=head)
+    assert modules.is_normalised is is_first
+    found = modules.finish(torch.stack(program(encoder, pooling=("mean",), normalised=is_first)(rows)))
+    wanted = torch.cat([modules.pool(x[None], torch.ones(1, len(x))) for x in program(encoder)(rows)])
+    assert float((found - wanted).abs().max()) <= LIMIT * float(wanted.abs().max())
