@@ -49,7 +49,7 @@ ENVIRONMENTS = {
     "gpu": [f"plugins/{name}/tests" for name in ("um-managed", "nvfp4-native", "triton-kernels")],
 }
 """Environment → the tests that are run there."""
-TOOLS = ["hypothesis", "jsonschema", "numpy", "pytest", "pytest-xdist", "scikit-learn", "scipy"]
+TOOLS = ["hypothesis", "jsonschema", "matplotlib", "numpy", "pytest", "pytest-xdist", "scikit-learn", "scipy"]
 _BOUND = re.compile(r"^([\w.-]+)(?:\[[^]]*\])?\s*>=\s*([\w.]+)")
 _OURS = re.compile(r"^q4(core|-)")
 _SITE = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"

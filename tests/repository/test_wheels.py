@@ -70,7 +70,7 @@ def test_the_bill_has_every_file_and_what_it_needs(tmp_path: Path) -> None:
     )
     assert {item["url"]: item["hashes"][0]["content"] for item in ours["externalReferences"]} == hashes(tmp_path)
     assert [item["name"] for item in others] == ["attrs", "q4core", "torch"]
-    assert others[0]["properties"] == [{"name": "q4core:requires", "value": ">=23.1"}]
+    assert others[0]["properties"] == [{"name": "q4core:requires", "value": ">=23.2"}]
     (graph,) = (item["dependsOn"] for item in document["dependencies"] if item["ref"] == ours["bom-ref"])
     assert graph == ["pkg:pypi/attrs", "pkg:pypi/q4core", "pkg:pypi/torch"]
     with zipfile.ZipFile(tmp_path / WHEEL) as wheel:
