@@ -348,3 +348,28 @@ def test_a_probe_of_many_synapses_takes_the_first_ones() -> None:
     tensors[1][:32] = -1  # all fire
     bound()
     assert float(tensors[2].sum()) == count
+
+
+@pytest.mark.parametrize("is_harmed", [False, True])
+def test_blocks_that_repeat_are_proven_twice(*, is_harmed: bool) -> None:
+    """Of equal steps two are tried, whatever their number, by themselves and in one program; all of them run."""
+
+    def spoil(program: Program, buffers: list[torch.Tensor]) -> None:
+        if len(program.steps) > 1:
+            buffers[2][0] += 1  # where the second step writes
+
+    backend = Runs(spoil if is_harmed else None)
+    registry = registry_of(backend)
+    count, size = 40, 64
+    buffers = [Buffer(str(index), size, is_bound=index in {0, count}) for index in range(count + 1)]
+    views = [View(index, 1, size) for index in range(count + 1)]
+    steps = [Step(Op.SILU, (views[index],), (views[index + 1],)) for index in range(count)]
+    x, y = torch.randn(size), torch.zeros(size)
+    bound = bind(Program(buffers, steps), [x, y], registry=registry)
+    assert bound.record.backend == ("reference" if is_harmed else "fake")
+    assert backend.bound == 1 + 1 + 2  # to run, in one program, and by itself
+    if not is_harmed:
+        bound()
+        for _ in range(count):
+            x = torch.nn.functional.silu(x)
+        assert torch.allclose(y, x)

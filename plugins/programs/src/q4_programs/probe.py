@@ -7,6 +7,7 @@ one; and where each step is right, so is the whole, with no bound that grows fro
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -40,6 +41,8 @@ _RARE = 6
 """Random words whose common bits are the spikes of a trial: one in 64 neurons."""
 _FEW_TOKENS = 11
 """Of a program of several tokens, in the run whose bits are compared."""
+_STEPS_OF_KIND = 2
+"""Steps of each kind in a trial: where blocks repeat, one and the next."""
 _STRIDES = 7, 11, 13, 1
 """From one position of a trial to the next: the first that meets all of them."""
 
@@ -62,6 +65,7 @@ def find_fault(
     """
     with outside_inference(), torch.no_grad():
         layers = [_fewer(layer) for layer in layers]
+        program = _first_of_kind(program, layers)
         bound = tuple(attrs.evolve(item, is_bound=True, given=None) for item in program.buffers)
         trial = _Trial(attrs.evolve(program, buffers=bound))
         if program.tokens is None:
@@ -89,8 +93,6 @@ def _fault(  # noqa: C901, PLR0913  # one branch per comparison
     whole, steps = trial.buffers(buffers), trial.buffers(buffers)
     rounds = 1 if program.clock is None else _ROUNDS
     given, others = ([_rounds_of(program, index, steps[index], rounds) for index in program.given] for _ in "12")
-    mixed = tuple(attrs.evolve(item, is_bound=item.given is None) for item in program.buffers)
-    program = attrs.evolve(program, buffers=mixed)
     if is_whole:
         backend.bind_program(program, whole, layers)(*((rounds, given) if given else (rounds,) if rounds > 1 else ()))
     seen: set[object] = set()
@@ -227,6 +229,18 @@ def _fill_spans(spans: torch.Tensor, rows: int) -> None:
             first, length = place, 1 if place == 0 else length + 1
         last = place + 1 if length % 2 == 0 else min(rows, first + length)
         span.copy_(torch.tensor([first, last]))
+
+
+def _first_of_kind(program: Program, layers: Sequence[BoundLayer]) -> Program:
+    """Return a program of the first two steps of each kind, as later ones run no other code; with a clock, all."""
+    counts, retained = Counter[object](), []
+    for step in program.steps:
+        kind = step.kind(), None if step.layer is None else _layout(layers[step.layer].prepared)
+        counts[kind] += 1
+        if program.clock is not None or counts[kind] <= _STEPS_OF_KIND:
+            retained.append(step)
+    buffers = [attrs.evolve(item, is_bound=item.given is None) for item in program.buffers]
+    return attrs.evolve(program, buffers=buffers, steps=retained)
 
 
 def _fewer(layer: BoundLayer) -> BoundLayer:
