@@ -7,7 +7,7 @@ notes why there is no program. A backend that runs programs has the method of ``
 from q4_programs.binding import BoundProgram, bind
 from q4_programs.builder import ProgramBuilder
 from q4_programs.contract import BoundLayer, Runner, RunsPrograms, Turns
-from q4_programs.emitters import emit_parts, emit_recurrent, emit_rms_norm
+from q4_programs.emitters import EMITTERS, emit_parts, emit_recurrent, emit_rms_norm
 from q4_programs.network import NetworkProgram, layers_of, make_program
 from q4_programs.operations import EmissionError, Value
 from q4_programs.ops import Op
@@ -19,6 +19,7 @@ from q4_programs.spiking import pack_bits, unpack_bits
 from q4_programs.watch import Watch
 
 __all__ = [
+    "EMITTERS",
     "REFERENCE",
     "BoundLayer",
     "BoundProgram",

@@ -95,7 +95,7 @@ def emit_parts(builder: Operations, x: Value, layers: Sequence[Any], parts: Sequ
     found, start = [], 0
     for layer, sizes in zip(layers, parts, strict=True):
         out = None if joint is None else builder.columns(joint, start, sum(sizes))
-        if out is None or type(layer) not in {nn.Linear, Q4Linear}:
+        if out is None or EMITTERS.get(type(layer)) is not _linear:
             y = builder.emit(layer, x)
             y = y if out is None else builder.step(Op.COPY, y, out=out)
         else:

@@ -23,9 +23,11 @@ class Watch:
 
     Args:
         modules: Those that emitted.
+        inert: Python modules whose hooks change nothing.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *, inert: Sequence[str] = ()) -> None:
+        self._inert = inert
         lists = [child for module in modules for child in module.children() if isinstance(child, nn.ModuleList)]
         modules = self._modules = (*modules, *lists)  # lists emit nothing, but hold what does
         self._states = [vars(module) for module in modules]
@@ -45,7 +47,7 @@ class Watch:
         """Return what has changed, or None."""
         if self._hooks != RemovableHandle.next_id:  # torch counts every hook that anybody registers
             for module in self._modules:
-                if hook := hook_of(module):
+                if hook := hook_of(module, self._inert):
                     return f"{type(module).__name__} has a hook ({hook})"
             self._hooks = RemovableHandle.next_id
         if any(map(operator.itemgetter("training"), self._states)):
@@ -58,8 +60,9 @@ class Watch:
         return "a module or parameter was replaced"
 
 
-def hook_of(module: nn.Module) -> str | None:
-    """Return the name of a hook that a call of a module would run, or None."""
+def hook_of(module: nn.Module, inert: Sequence[str] = ()) -> str | None:
+    """Return the name of a hook that a call of a module would run, but for those of some Python modules, or None."""
     names = [*(vars(module).get(name) for name in _HOOKS)]
     every = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks  # noqa: SLF001  # as above
-    return next((str(hook) for hooks in (*names, *every) if hooks for hook in hooks.values()), None)
+    found = (hook for hooks in (*names, *every) if hooks for hook in hooks.values())
+    return next((str(hook) for hook in found if getattr(hook, "__module__", None) not in inert), None)

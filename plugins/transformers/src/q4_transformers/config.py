@@ -45,13 +45,14 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             (a folder, or ``off``) and else takes the user's cache folder; ``"off"`` has none; or a folder.
         skip: ``"unsupported"`` makes a layer that can't be quantised, or can't run packed in its module, dense instead
             of an error. Each is logged, and listed by ``explain`` with its reason.
-        programs: Whether a model whose parts are known runs a call as one program on CPUs; else its modules run.
+        programs: Whether encoders and decoders run by programs on CPUs where these compute the same: one call for a
+            batch or a token, in place of some two hundred modules. ``explain`` says which calls did.
 
     Raises:
         ConfigError, FormatError, DialectError: An option is not legal; the message names it.
     """
 
-    def __init__(  # noqa: C901, PLR0913  # one argument per option
+    def __init__(  # noqa: PLR0913  # one argument per option
         self,
         format: str | None = None,  # noqa: A002  # the name everywhere here
         *,
@@ -86,8 +87,6 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             raise ConfigError("Q4Config", name="skip", rule="None or 'unsupported'", value=skip)
         if not isinstance(zero_points, bool) or (zero_points and format != "int4"):
             raise ConfigError("Q4Config", name="zero_points", rule="a bool; True with format='int4'", value=zero_points)
-        if not isinstance(programs, bool):
-            raise ConfigError("Q4Config", name="programs", rule="a bool", value=programs)
         names = None if modules_to_not_convert is None else list(modules_to_not_convert)
         if isinstance(modules_to_not_convert, str) or not all(isinstance(name, str) for name in names or ()):
             rule = "a list of names of modules"
@@ -96,7 +95,7 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
             find_dialect(dialect, q4.dialects())
         self.quant_method = METHOD
         self.format, self.block_size, self.modules_to_not_convert = format, block_size, names
-        self.zero_points, self.skip, self.programs = zero_points, skip, programs
+        self.zero_points, self.skip, self.programs = zero_points, skip, _require_bool("programs", programs)
         self.dialect, self.lossy, self.backend = dialect, bool(lossy), backend
         self.compute_path, self.activation_precision = compute_path, activation_precision
         if not isinstance(cache, (str, PathLike)) or not fspath(cache):
@@ -127,6 +126,12 @@ class Q4Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers h
         if self.stored is not None:
             return dict(self.stored)
         given = {name: getattr(self, name) for name in _OPTIONS}
-        given["programs"] = None if self.programs else False
-        kept = {name: value for name, value in given.items() if value is not None and (value or name == "programs")}
-        return {"quant_method": METHOD, **kept}
+        plain = {**dict.fromkeys(_OPTIONS, False), "programs": True}
+        given = {name: value for name, value in given.items() if value is not None and value != plain[name]}
+        return {"quant_method": METHOD, **given}
+
+
+def _require_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError("Q4Config", name=name, rule="a bool", value=value)
+    return value

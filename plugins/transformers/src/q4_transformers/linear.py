@@ -12,14 +12,11 @@ import attrs
 import torch
 from torch import nn
 
-from q4_programs import Op
+from q4_programs import EMITTERS
 from q4core import PackedWeightError, Q4Linear, WeightInfo, dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from q4_programs import Value
-    from q4_programs.operations import Operations
 
 __all__ = ["HfLinear", "callers", "dense_state_only"]
 
@@ -152,10 +149,6 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight acts as a p
             return super().forward(x, out_dtype=out_dtype, out=out)
         return super().forward(x.to(dtype), out_dtype=out_dtype or x.dtype, out=out)
 
-    def emit_program(self, builder: Operations, x: Value, *, out: Value | None = None) -> Value:
-        """Emit the product, of float32."""
-        return builder.step(Op.LINEAR, x, out=out, shape=(*x.shape[:-1], self.out_features), numbers=(0,), layer=self)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the layer, but not for PEFT, which would save its copy as trained, and train nothing of it.
 
@@ -175,3 +168,6 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight acts as a p
             super()._save_to_state_dict(destination, prefix, keep_vars)
         elif self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
+
+
+EMITTERS[HfLinear] = EMITTERS[Q4Linear]

@@ -243,9 +243,16 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
                 layer.adopt(weight if device is None else weight.to(device))
         if cache is not None:
             self.cache_state = cache.store(model, [place for place in places if place.module in self.packed])
-        if self.quantization_config.programs and self._is_on_cpu():
-            run_encoders_as_programs(model)
+        if self.quantization_config.programs and self._ranks is None:
+            self._run_by_programs(model)
         return model
+
+    def _run_by_programs(self, model: Any) -> None:
+        from q4_transformers.programs import install_programs  # noqa: PLC0415  # for those who want it
+
+        install_programs(model)
+        if self._is_on_cpu():
+            run_encoders_as_programs(model)
 
     def _read_again(self, path: Path, place: Place) -> PackedWeight:
         """Return the whole weight of a layer of which this process has a part."""

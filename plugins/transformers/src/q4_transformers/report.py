@@ -44,9 +44,11 @@ class Row:
 
 @attrs.frozen
 class Explanation:
-    """Every module with matrices, in the model's order; printed, a table."""
+    """Every module with matrices, in the model's order, and what ran by programs; printed, a table."""
 
     rows: tuple[Row, ...]
+    programs: tuple[str, ...] = ()
+    """For each decoder how many calls ran by programs, and how many by modules for which reason."""
 
     @property
     def packed(self) -> tuple[Row, ...]:
@@ -60,7 +62,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, texts and numbers, ready for JSON."""
-        return {"modules": [attrs.asdict(row) for row in self.rows]}
+        return {"modules": [attrs.asdict(row) for row in self.rows], "programs": list(self.programs)}
 
     def __str__(self) -> str:
         """Return the table as text."""
@@ -74,7 +76,7 @@ class Explanation:
             lines.append(f"{row.name:<{width}}  {row.kind:<{kinds}}  {size:>13}  {sizes}  {tail}")
         before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
         lines.append(f"{len(self.packed)} of {counted(len(self.rows), 'module')} packed, {before:,} → {after:,} bytes")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.programs])
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -89,7 +91,9 @@ def explain(model: nn.Module) -> Explanation:
     if not isinstance(model, nn.Module):
         raise InputError("explain", name="model", rule="an nn.Module", value=type(model).__name__)
     reasons = getattr(getattr(model, "hf_quantizer", None), "reasons", {})
-    return Explanation(tuple(_rows(model, reasons)))
+    forwards = ((name, vars(module).get("forward")) for name, module in model.named_modules())
+    lines = [line for name, found in forwards if hasattr(found, "report_lines") for line in found.report_lines(name)]
+    return Explanation(tuple(_rows(model, reasons)), tuple(lines))
 
 
 def _rows(model: nn.Module, reasons: dict[str, str]) -> Iterator[Row]:

@@ -245,6 +245,22 @@ class KVCache:
         """How many positions the windows have room for at once; None for all that the cache holds."""
         return min((window.most for window in self._windows.values() if window.most is not None), default=None)
 
+    def seen(self, layer: int) -> torch.Tensor:
+        """Return what the next position sees of a layer before it: views, [2, B, heads, S, head_dim]."""
+        if (window := self._windows.get(layer)) is None:
+            return self._rows[layer][..., : self.length, :]
+        held = self.length - window.first
+        return window.entries[..., max(0, held - window.window + 1) : held, :]
+
+    def restore(self, layer: int, seen: torch.Tensor, length: int) -> None:
+        """Take what ``seen`` gave at another ``length``, which the caller sets once all layers have theirs."""
+        if (window := self._windows.get(layer)) is None:
+            self._rows[layer][..., :length, :] = seen
+        else:
+            seen = seen[..., max(0, seen.shape[3] - window.window + 1) :, :]
+            window.first = length - seen.shape[3]
+            window.entries[..., : seen.shape[3], :] = seen
+
     def advance(self, count: int) -> None:
         """Count ``count`` positions as written."""
         self.length += count

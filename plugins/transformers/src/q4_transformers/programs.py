@@ -1,0 +1,347 @@
+"""The forward pass of a decoder of transformers by programs, where they compute the same; by its modules elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import cache_utils
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from q4_nn.blocks.cache import CachePlaces
+from q4_programs import ProgramBuilder, Watch, refuse
+from q4_transformers.slots import Slot, content_problem, give_back, layers_of_cache, room_for, slot_of
+from q4_transformers.twin import check_twin, make_twin
+from q4core import LifecycleError, Q4Error, Q4Linear
+from q4core.plugin_api import counted, is_plain_call, outside_inference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from q4_lm.models.transformer import TransformerDecoder
+    from q4_nn.blocks.cache import KVCache
+
+__all__ = ["ProgramForward", "install_programs"]
+
+_CHUNK = 128
+"""Tokens of a chunk of a prompt."""
+_LEAST_PROMPT = 32
+"""Tokens from which a prompt runs as a program."""
+_CAPTURING = "transformers.utils.output_capturing"
+"""The module whose hooks do nothing but where hidden states or attentions are asked for."""
+_FLAGS = ("output_hidden_states", "output_attentions")
+_SPARE_BYTES = 1 << 28
+"""The largest cache that is retained for the next sequence, with its programs."""
+_INERT = (("return_dict", True), ("is_causal", True), ("output_router_logits", False))
+"""Arguments that change nothing by these values."""
+_NAME = "decode in transformers"
+
+
+class _Program:
+    """The features of tokens of one sequence, after those of a cache."""
+
+    def __init__(self, twin: TransformerDecoder, cache: KVCache, most: int) -> None:
+        device = cache.keys.device
+        self._numbers = torch.zeros((1 + cache.place_count, most), dtype=torch.int64, device=device)
+        self._count = torch.ones(1, dtype=torch.int64, device=device)
+        builder = ProgramBuilder(twin, device, _NAME if most == 1 else _NAME.replace("decode", "prompt"))
+        if most > 1:
+            builder.of_tokens(builder.bound(self._count, "number of tokens"), most)
+        places = CachePlaces(builder, cache, builder.bound(self._numbers, "tokens and positions"))
+        x = builder.emit(twin, places.tokens, cache=places, part="body")
+        x = x if twin.norm is None else builder.emit(twin.norm, x)
+        self._features = builder.tensor(builder.keep(x))
+        self._steps = torch.arange(most, device=device)[None]
+        self.most, self.bound = most, builder.bind()
+
+    def __call__(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """Return features [T, hidden] of tokens [T], in memory of their own."""
+        found = torch.empty(len(tokens), self._features.shape[1], device=tokens.device)
+        with self.bound.lock:
+            for part, out in zip(tokens.split(self.most), found.split(self.most), strict=True):
+                count = len(part)
+                self._numbers[0, :count] = part
+                places = torch.tensor(cache.next_places(count), device=tokens.device)[:, None]
+                torch.add(places, self._steps, out=self._numbers[1:])
+                self._count.fill_(count)
+                self.bound()
+                cache.advance(count)
+                out.copy_(self._features[:count])
+        return found
+
+
+class ProgramForward:
+    """The forward pass of a decoder: a call of one sequence after a cache is a run of a program.
+
+    Everything else goes to the modules: gradients, training, hooks, outputs of hidden states or attentions, a batch, a
+    mask or positions of one's own, a module that was replaced. A cache goes on from the same content.
+
+    Args:
+        decoder: Has ``embed_tokens``, ``layers`` and ``norm``.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.decoder: Any = decoder
+        self.calls: Counter[str] = Counter()
+        """Way → number of calls: ``"programs"``, or why modules ran."""
+        self.problem: str | None = None
+        """The reason why there is no program, once it is known."""
+        self._twin: TransformerDecoder | None = None
+        self._watch: Watch | None = None
+        self._classes: list[tuple[Any, Any]] = []
+        self._attention: Any = None
+        self._spare: Slot | None = None
+        self._lock = threading.RLock()
+        functools.update_wrapper(self, type(decoder).forward.__get__(decoder))  # whose signature others ask for
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle the decoder alone: programs are made again."""
+        return ProgramForward, (self.decoder,)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Return what the decoder's own ``forward`` does; arguments are its own."""
+        if torch.compiler.is_compiling():  # apart, as a trace can't follow the rest
+            return type(self.decoder).forward(self.decoder, *given, **named)
+        try:
+            found = self._run(*given, **named)
+        except _Modules as reason:
+            found, why = None, str(reason)
+        if found is None:
+            self.calls[why] += 1
+            return type(self.decoder).forward(self.decoder, *given, **named)
+        self.calls["programs"] += 1
+        return found
+
+    def report_lines(self, name: str) -> list[str]:
+        """Return how many calls ran in which way, as lines of a report on the decoder of a name."""
+        what, calls = f"programs of {name or 'the model'}", dict(self.calls)
+        ran = f"ran {counted(calls.pop('programs', 0), 'call')}"
+        lines = [f"{what}: none, {self.problem}" if self.problem else f"{what}: {ran}"]
+        calls.pop(str(self.problem), None)
+        return lines + [f"{what}: modules ran {counted(count, 'call')}, {why}" for why, count in calls.items()]
+
+    # -- which calls
+
+    def _run(  # noqa: PLR0913  # the arguments of a decoder of transformers
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        inputs_embeds: Any = None,
+        use_cache: Any = None,
+        *others: Any,
+        **named: Any,
+    ) -> Any:
+        """Return the result of programs.
+
+        Raises:
+            _Modules: The modules are to run.
+        """
+        if not is_plain_call():
+            raise _Modules("inside a trace, a transform, a mode or autocast")
+        if torch.is_grad_enabled():
+            raise _Modules("gradients are recorded")
+        config = self.decoder.config
+        wanted = [
+            name for name in _FLAGS if named.get(name) or (named.get(name) is None and getattr(config, name, False))
+        ]
+        if wanted or _is_capturing():
+            raise _Modules(f"{' and '.join(wanted) or 'outputs of modules'} asked for")
+        places = named.pop("cache_position", None)  # of older releases
+        named = {name: value for name, value in named.items() if name not in _FLAGS}
+        odd = [name for name, value in named.items() if value is not None and (name, value) not in _INERT]
+        if others or odd or inputs_embeds is not None or not config.return_dict:
+            raise _Modules(f"called with {', '.join(odd) or 'other arguments'}")
+        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or len(input_ids) != 1:  # noqa: PLR2004  # [B, T]
+            raise _Modules("not one sequence of tokens")
+        if past_key_values is None and not (config.use_cache if use_cache is None else use_cache):
+            raise _Modules("called without a cache")
+        if input_ids.dtype != torch.int64 or input_ids.device.type != "cpu" or not input_ids.shape[1]:
+            raise _Modules("tokens of another dtype or device")
+        with self._lock, outside_inference(), torch.no_grad():
+            twin = self._ready()
+            tokens = input_ids[0]
+            cache = cache_utils.DynamicCache(config=config) if past_key_values is None else past_key_values
+            slot, length = self._slot(twin, cache, tokens, attention_mask, (position_ids, places))
+            program = self._program(twin, slot, 1 if len(tokens) == 1 else _CHUNK)
+        with torch.no_grad():
+            try:
+                features = program(tokens, slot.cache)
+            except LifecycleError as error:
+                if slot.cache.length != length:  # changed by another thread meanwhile
+                    raise
+                raise _Modules(error.summary) from None
+        return BaseModelOutputWithPast(last_hidden_state=features[None], past_key_values=cache)
+
+    def _ready(self) -> TransformerDecoder:
+        """Return the twin, made and proven at the first call, and again after the model has changed."""
+        if self._watch is None or self._is_changed():
+            self._twin = self._spare = None
+            modules = [*self.decoder.modules()]
+            self._watch = Watch(modules, inert=(_CAPTURING,))
+            if change := self._watch.change():
+                self._watch = None
+                raise _Modules(change)
+            kinds: set[Any] = {*map(type, modules)}
+            self._classes = [(kind, kind.forward) for kind in kinds]
+            self._attention = self.decoder.config._attn_implementation  # noqa: SLF001  # transformers has no other name
+            self.problem = None
+            try:
+                twin = make_twin(self.decoder)
+                check_twin(self.decoder, twin)
+                self._twin = twin
+            except Exception as error:  # noqa: BLE001  # any structure may fail in any way, and the modules run
+                self.problem = error.summary if isinstance(error, Q4Error) else f"{type(error).__name__}: {error}"
+                refuse(_NAME, [item for item in modules if isinstance(item, Q4Linear)], self.problem)
+        if self._twin is None:
+            raise _Modules(str(self.problem))
+        return self._twin
+
+    def _is_changed(self) -> bool:
+        """Return whether the model is another one than that of the twin.
+
+        Raises:
+            _Modules: It is in training mode, or has a hook.
+        """
+        assert self._watch is not None  # noqa: S101  # for the type checker
+        is_same = self.decoder.config._attn_implementation == self._attention  # noqa: SLF001  # as above
+        if is_same and self._watch.change() is None and all(kind.forward is own for kind, own in self._classes):
+            return False
+        if change := Watch([*self.decoder.modules()], inert=(_CAPTURING,)).change():
+            raise _Modules(change)
+        return True
+
+    # -- caches
+
+    def _slot(
+        self, twin: TransformerDecoder, cache: Any, tokens: torch.Tensor, mask: Any, positions: Any
+    ) -> tuple[Slot, int]:
+        """Return the slot that has a cache's content and room for the tokens, and its length."""
+        count = len(tokens)
+        layers = layers_of_cache(cache, twin.config)
+        if isinstance(layers, str):
+            raise _Modules(layers)
+        slots = {id(found): found for found in map(slot_of, layers)}
+        slot = next(iter(slots.values())) if len(slots) == 1 else None
+        slot = None if slot is not None and slot.decoder is not twin else slot  # another model's, or one that changed
+        length = int(layers[0].get_seq_length())
+        if count > 1 and count < _LEAST_PROMPT:
+            raise _Modules(f"a prompt of fewer than {_LEAST_PROMPT} tokens")
+        low, high = (int(item) for item in torch.aminmax(tokens)) if count > 1 else [int(tokens)] * 2
+        if low < 0 or high >= twin.config.vocab_size:
+            raise _Modules("a token that is not in the vocabulary")
+        _check_mask(mask, positions, length, count, twin.config.windows)
+        most = twin.config.max_position_embeddings
+        if isinstance(layers[0], cache_utils.StaticLayer):
+            full = [layer.max_cache_len for layer in layers if not layer.is_sliding]
+            most = min([most, *full])
+        if length + count > most:
+            raise _Modules("positions beyond the context")
+        if slot is None:
+            slot = self._lent(twin, layers, length, count)
+        elif length + count > slot.cache.capacity:
+            slot = slot.grown(layers, min(most, 2 * room_for(length + count)))
+        if slot.cache.nbytes <= _SPARE_BYTES:
+            self._spare = slot
+        return slot, length
+
+    def _lent(self, twin: TransformerDecoder, layers: list[Any], length: int, count: int) -> Slot:
+        """Return a slot with the content of layers: the last one, where it is free, or a new one."""
+        for layer in layers:
+            if slot_of(layer) is not None:
+                give_back(layer)
+        windows = [
+            window if layer.is_sliding else None for layer, window in zip(layers, twin.config.windows, strict=True)
+        ]
+        for layer, window in zip(layers, windows, strict=True):
+            if int(layer.get_seq_length()) != length:
+                raise _Modules("a cache whose layers have different lengths")
+            if problem := content_problem(layer, twin.config, window, length):
+                raise _Modules(f"a cache with {problem}")
+        slot, need = self._spare, length + count
+        if slot is None or not slot.is_free or slot.windows != tuple(windows) or slot.cache.capacity < need:
+            capacity = min(room_for(need), twin.config.max_position_embeddings)
+            slot = Slot(twin, windows, capacity)
+        slot.lend(layers, length)
+        return slot
+
+    def _program(self, twin: TransformerDecoder, slot: Slot, most: int) -> _Program:
+        if most > 1 and slot.cache.most_places is not None:
+            most = min(most, slot.cache.most_places)
+        found: _Program | None = slot.programs.get(most)
+        if found is None or not found.bound.is_whole():
+            try:
+                found = slot.programs[most] = _Program(twin, slot.cache, most)
+            except Q4Error as error:
+                self._twin, self.problem = None, error.summary
+                refuse(_NAME, [item for item in twin.modules() if isinstance(item, Q4Linear)], error.summary)
+                raise _Modules(error.summary) from None
+        if found.bound.record.backend == "reference":
+            self._twin, self.problem = None, "; ".join(found.bound.record.reasons) or "no backend runs programs"
+            raise _Modules(self.problem)
+        return found
+
+
+class _Modules(Exception):  # noqa: N818  # no error: the reason why modules run
+    """The modules are to run."""
+
+
+def _is_capturing() -> bool:
+    """Return whether a model above collects outputs of modules."""
+    found = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
+    return found is not None and found.get() is not None
+
+
+def _check_mask(mask: Any, positions: Any, length: int, count: int, windows: Any) -> None:
+    """Refuse masks and positions other than those of one sequence without gaps."""
+    end = length + count
+    for item in positions:
+        is_next = item is None or (item.numel() == count and int(item.flatten()[0]) == length)
+        if not is_next or (
+            item is not None and count > 1 and not torch.equal(item.flatten(), torch.arange(length, end))
+        ):
+            raise _Modules("positions of its own")
+    masks = mask.values() if isinstance(mask, dict) else [] if mask is None else [mask]
+    for item in masks:
+        if item is not None and not _is_plain(item, length, count, windows):
+            raise _Modules("a mask of its own")
+
+
+def _is_plain(mask: Any, length: int, count: int, windows: Any) -> bool:
+    """Return whether a mask hides nothing but later positions, and those before a window."""
+    if not isinstance(mask, torch.Tensor):
+        return False
+    if mask.dim() == 2:  # noqa: PLR2004  # [B, S]
+        return mask.shape[1] == length + count and bool(mask.all())
+    if mask.dim() != 4 or mask.dtype is not torch.bool or mask.shape[:3] != (1, 1, count):  # noqa: PLR2004  # [B, 1, T, S]
+        return False
+    seen = mask.shape[3]
+    if count == 1:
+        end = min(length + 1, seen)
+        return bool(mask[..., :end].all()) and not bool(mask[..., end:].any())
+    if length:
+        return False
+    past = torch.ones(count, seen, dtype=torch.bool).tril()
+    return any(
+        torch.equal(mask[0, 0], past if window is None else past.triu(1 - window)) for window in {None, *windows}
+    )
+
+
+def _decoders(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        parts = dict(module.named_children())
+        if {"embed_tokens", "layers", "norm"} <= parts.keys() and hasattr(module, "config"):
+            yield module
+
+
+def install_programs(model: nn.Module) -> None:
+    """Let every decoder in a model run by programs where it can."""
+    for decoder in _decoders(model):
+        if "forward" not in vars(decoder):
+            vars(decoder)["forward"] = ProgramForward(decoder)

@@ -1,0 +1,200 @@
+"""q4_lm's decoder over the weights of a decoder of transformers, found by its parts, and the proof that both agree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from q4_lm import config_from_hf
+from q4_lm.models.hf_names import fused_parts, to_hf_name
+from q4_lm.models.transformer import TransformerDecoder, empty_transformer
+from q4_nn.blocks.cache import KVCache
+from q4_nn.blocks.joined import JoinedLinear
+from q4_programs import EmissionError
+from q4_transformers.linear import HfLinear
+from q4core import Q4Linear
+from q4core.extension import LayerHandle
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from q4_nn.blocks.rotary import RotaryEmbedding
+
+__all__ = ["check_twin", "make_twin"]
+
+_PROBE = 12
+"""Tokens of the proof, after which one more is taken."""
+_FAR = 8
+"""Positions, up to the end of the context, at which the turns are compared."""
+
+
+def make_twin(decoder: Any) -> TransformerDecoder:
+    """Return q4_lm's decoder of a decoder of transformers: over the same layers and parameters, without a head.
+
+    Args:
+        decoder: Has ``config``, ``embed_tokens``, ``layers`` and ``norm``.
+
+    Raises:
+        Q4Error: q4_lm has no such decoder, a part is missing or of another size, or one is left over.
+    """
+    twin = empty_transformer(config_from_hf(decoder.config.to_dict()))
+    if not isinstance(twin, TransformerDecoder):
+        _refuse("it is an encoder")
+    for name, module in decoder.named_modules():
+        if name and "forward" in vars(module):
+            _refuse(f"the forward pass of {name} was replaced")
+    for name, parameter in decoder.named_parameters():
+        if (parameter.dtype, parameter.device.type) != (torch.float32, "cpu"):
+            _refuse(f"{name} is {parameter.dtype} on {parameter.device}, not float32 on the CPU")
+    twin.lm_head = nn.Identity()
+    theirs = dict(decoder.named_modules())
+    _join(twin, theirs)
+    for name, module in list(twin.named_modules()):
+        is_joined = isinstance(module, (HfLinear, JoinedLinear)) or "_proj.layers." in name
+        if name and not is_joined and (isinstance(module, nn.Linear) or [*module.parameters(recurse=False)]):
+            if (found := theirs.get(_name(name, twin))) is None:
+                _refuse(f"it has no {_name(name, twin)}")
+            _fill(twin, name, module, found)
+    used = {id(item) for item in (*twin.parameters(), *twin.modules())}
+    parts = [*decoder.named_parameters(), *((name, item) for name, item in theirs.items() if type(item) is HfLinear)]
+    if left := [name for name, item in parts if id(item) not in used]:
+        _refuse(f"q4_lm's decoder has no {left[0]}")
+    twin.eval()
+    return twin
+
+
+def _join(twin: TransformerDecoder, theirs: Mapping[str, nn.Module]) -> None:
+    """Put the layers that transformers has joined in the place of their parts."""
+    for name, module in list(twin.named_modules()):
+        for joined, names in getattr(module, "joins", {}).items():
+            if (found := theirs.get(_name(f"{name}.{joined}", twin))) is not None:
+                rows = tuple(fused_parts(f"{name}.{joined}", twin.config).values())
+                _check_linear(found, (sum(rows), getattr(module, names[0]).in_features), name)
+                for part in names:
+                    setattr(module, part, None)
+                setattr(module, joined, JoinedLinear([found], [rows]))
+
+
+def _name(name: str, twin: TransformerDecoder) -> str:
+    return to_hf_name(f"{name}.", twin.config).removesuffix(".").removeprefix("model.")
+
+
+def _fill(twin: TransformerDecoder, name: str, module: Any, found: Any) -> None:
+    """Put what a module of transformers has in the place of one of the twin's."""
+    if isinstance(module, nn.Linear):
+        _check_linear(found, (module.out_features, module.in_features), name)
+        if (found.bias is None) is not (module.bias is None):
+            _refuse(f"{name} has a bias in one of both")
+        twin.set_submodule(name, found)
+        return
+    own = dict(module.named_parameters(recurse=False))
+    given = dict(found.named_parameters(recurse=False))
+    if {key: item.shape for key, item in own.items()} != {key: item.shape for key, item in given.items()}:
+        _refuse(f"{name} is {type(found).__name__} with other parameters")
+    for key, item in given.items():
+        setattr(module, key, item)
+
+
+def _check_linear(found: Any, shape: tuple[int, int], name: str) -> None:
+    if type(found) not in {HfLinear, nn.Linear} or (found.out_features, found.in_features) != shape:
+        _refuse(f"{name} is {type(found).__name__}, not a linear layer of {shape[0]}×{shape[1]}")
+
+
+@torch.no_grad()
+def check_twin(decoder: Any, twin: TransformerDecoder) -> None:
+    """Compare each block of a twin with the block of transformers, on the same inputs; the turns up to the context.
+
+    Products of both are those of the same layers. Their inputs differ by roundings of float32, by which some
+    activations fall on the next level of their grid; the bound of a block is for these.
+
+    Raises:
+        EmissionError: They differ.
+    """
+    config, device = twin.config, decoder.norm.weight.device
+    random = torch.Generator().manual_seed(0)
+    count = min(_PROBE, config.max_position_embeddings - 1)
+    tokens = torch.randint(config.vocab_size, (1, count + 1), generator=random).to(device)
+    size = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, count + 1)
+    cache = KVCache(*size, windows=config.windows, device=device)
+    past, blocks = None, list[Any](twin.layers)
+    for part in (tokens[:, :count], tokens[:, count:]):
+        seen, past = _run(decoder, part, past_key_values=past, use_cache=True)
+        x = twin.embed_tokens(part) * config.embedding_scale
+        _compare("the embedding", seen[0][0], x, 0 * x, 2.0**-18)
+        for layer, (block, (x, y, _)) in enumerate(zip(blocks, seen, strict=False)):
+            share = max(map(_share, filter(_is_packed, block.modules())), default=2.0**-9)
+            _compare(f"block {layer}", y, block(x, cache=cache), x, share)
+        cache.advance(part.shape[1])
+        x, y, _ = seen[-1]
+        _compare("the last norm", y, x if twin.norm is None else twin.norm(x), 0 * x, 2.0**-18)
+    far = torch.linspace(0, _context(twin) - 1, min(_FAR, _context(twin)), device=device).long().unique()
+    positions = far[None]
+    seen, _ = _run(decoder, tokens[:, :1].expand(-1, len(far)), position_ids=positions, use_cache=False)
+    for layer, (block, (_, _, turn)) in enumerate(zip(blocks, seen, strict=False)):
+        if (rotary := block.self_attn.rotary) is not None:
+            _compare_turns(layer, rotary, turn, far)
+
+
+def _is_packed(module: nn.Module) -> bool:
+    return isinstance(module, Q4Linear)
+
+
+def _share(layer: Any) -> float:
+    """Return how far two results of a layer may lie apart, as a share of the greatest: one level in a few activations.
+
+    An activation that differs by 2⁻²² of the greatest is rounded otherwise once in 2¹⁴ times on a grid of 127 levels,
+    once in 64 on one of 32,767; of K of them, that is a share of 2⁻⁷ · 2⁻⁷ and 2⁻¹⁵ · 2⁻³ of the sum. The bounds leave
+    a factor of 256 for three layers one after another, and for activations whose greatest stands out.
+    """
+    names = {segment.path.precision.name for segment in LayerHandle(layer).segments}
+    return 2.0**-6 if any(name.endswith("8") for name in names) else 2.0**-9
+
+
+def _compare(what: str, theirs: torch.Tensor, ours: torch.Tensor, x: torch.Tensor, share: float) -> None:
+    """Refuse a result that differs by more than a share of what was added to x, in a token."""
+    bound = share * (theirs - x).norm(dim=-1) + 2.0**-18 * theirs.norm(dim=-1)
+    apart = (theirs - ours).norm(dim=-1)
+    if not bool((apart <= bound).all()):
+        _refuse(f"{what} differs from transformers' by {float((apart / bound).max()):.2g} times its bound")
+
+
+def _context(twin: TransformerDecoder) -> int:
+    """Return the positions for which the turns don't depend on the length."""
+    scaling = twin.config.rope_scaling
+    context = twin.config.max_position_embeddings
+    return min(context, scaling.original_context) if scaling.depends_on_length() else context
+
+
+def _compare_turns(layer: int, rotary: RotaryEmbedding, turn: Any, positions: torch.Tensor) -> None:
+    if not isinstance(turn, tuple) or len(turn) != 2:  # noqa: PLR2004  # cosine, sine
+        _refuse("its blocks take no cosine and sine")
+    table = rotary.table(int(positions.max()) + 1, positions.device)[positions]
+    for given, own in zip(turn, (table.real, table.imag), strict=True):
+        if given.shape[-1] != 2 * own.shape[-1] or not torch.allclose(given[0, :, : own.shape[-1]], own, atol=2.0**-12):
+            _refuse(f"block {layer} turns by other angles")
+
+
+def _run(decoder: Any, tokens: torch.Tensor, **options: Any) -> tuple[list[Any], Any]:
+    """Return for each block its input, its result and its turn, and the same of the last norm; and the cache."""
+    seen: list[Any] = []
+
+    def note(_: Any, given: Any, named: Any, result: Any) -> None:
+        x = given[0] if given else named["hidden_states"]
+        seen.append((x, result[0] if isinstance(result, tuple) else result, named.get("position_embeddings")))
+
+    parts = [*decoder.layers, decoder.norm]
+    handles = [part.register_forward_hook(note, with_kwargs=True) for part in parts]
+    try:
+        found = type(decoder).forward(decoder, input_ids=tokens, **options)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(seen) != len(parts):
+        _refuse("its blocks don't run one after another")
+    return seen, found.past_key_values
+
+
+def _refuse(why: str) -> NoReturn:
+    raise EmissionError(f"transformers' model is not q4_lm's: {why}")

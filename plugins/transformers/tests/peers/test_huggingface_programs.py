@@ -1,0 +1,421 @@
+"""Decoders of transformers that run by programs: the same tokens as by modules, and one content of every cache."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from huggingface_models import dense_model
+from transformers import DynamicCache, StaticCache
+
+import q4_transformers
+import q4core as q4
+from q4_transformers import Q4Config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers")]
+
+WIDE = {"max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64, "rope_theta": 1e4}
+SLIDING = {"sliding_window": 9, "head_dim": 16}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama 3": ("Llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "mistral, sliding": ("Mistral", {"sliding_window": 9}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma3": ("Gemma3Text", {**SLIDING, "num_hidden_layers": 3, "sliding_window_pattern": 2}),
+    "phi3": ("Phi3", {}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "granite": ("Granite", {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
+    "olmo2": ("Olmo2", {}),
+}
+OTHERS = {
+    "gemma2": ("Gemma2", SLIDING, "capped scores"),
+    "cohere": ("Cohere", {}, "model_type"),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}, ""),
+}
+
+
+def pair(folder: Path, kind: str, options: dict[str, Any], **asked: Any) -> tuple[Any, Any]:
+    """Return a random model that runs by programs, and the same one by modules."""
+    model = dense_model(kind, **{**WIDE, **options})
+    model.save_pretrained(folder)
+    found = []
+    for programs in (True, False):
+        config = Q4Config(format="nf4", programs=programs, cache="off", **asked)
+        found.append(type(model).from_pretrained(folder, quantization_config=config, dtype=torch.float32))
+    return found[0], found[1]
+
+
+@pytest.fixture(autouse=True)
+def _natively(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run on the backend that has programs."""
+    monkeypatch.setenv("Q4_PLUGINS", "cpu-native,dialects,lm,nn,safetensors")
+    monkeypatch.setenv("Q4_CACHE", str(tmp_path_factory.getbasetemp() / "proofs"))
+    q4.reset_registry()
+    yield
+    q4.reset_registry()
+
+
+@pytest.fixture
+def llamas(tmp_path: Path) -> tuple[Any, Any]:
+    """A Llama by programs, and by modules."""
+    return pair(tmp_path, *KINDS["llama"])
+
+
+@pytest.fixture
+def gemmas(tmp_path: Path) -> tuple[Any, Any]:
+    """A Gemma 3 with windows of 9 by programs, and by modules."""
+    return pair(tmp_path, *KINDS["gemma3"])
+
+
+def calls(model: Any) -> dict[str, int]:
+    """Return how many calls of a model's decoder ran in which way."""
+    return dict(model.model.forward.calls)
+
+
+def ran(model: Any, count: int = 1) -> int:
+    """Return how many calls ran by programs since the last time that they were counted, all others being none."""
+    found = calls(model)
+    assert set(found) <= {"programs"}, found
+    model.model.forward.calls.clear()
+    return found.get("programs", 0)
+
+
+def prompt(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
+    """Return random tokens [batch, length]."""
+    return torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def near(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Check that logits differ by less than levels of activations do."""
+    assert float((one - other).abs().max()) <= 1e-3 * float(other.abs().max())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_tokens_are_those_of_the_modules(name: str, tmp_path: Path) -> None:
+    """Twenty prompts of every architecture, short and long, have the tokens that the modules give."""
+    ours, theirs = pair(tmp_path, *KINDS[name])
+    for seed in range(20):
+        ids = prompt(3 + 2 * seed + 40 * (seed % 2), seed)
+        found = ours.generate(ids, max_new_tokens=24, do_sample=False)
+        assert torch.equal(found, theirs.generate(ids, max_new_tokens=24, do_sample=False)), seed
+    assert calls(ours)["programs"] >= 20 * 23
+    assert all("fewer than" in why for why in calls(ours) if why != "programs"), calls(ours)
+
+
+@pytest.mark.parametrize("precision", ["exact", "int8"])
+def test_programs_are_proven_in_every_precision(precision: str, tmp_path: Path) -> None:
+    """Blocks are compared by the grid of their activations, and run."""
+    ours, theirs = pair(tmp_path, *KINDS["gemma3"], activation_precision=precision)
+    ids = prompt(40)
+    assert torch.equal(ours.generate(ids, max_new_tokens=9), theirs.generate(ids, max_new_tokens=9))
+    assert ran(ours) == 9
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_run_by_modules(name: str, tmp_path: Path) -> None:
+    """A decoder that no program computes runs by its modules, and the report says why."""
+    kind, options, why = OTHERS[name]
+    ours, theirs = pair(tmp_path, kind, options)
+    ids = prompt(40)
+    assert torch.equal(ours.generate(ids, max_new_tokens=6), theirs.generate(ids, max_new_tokens=6))
+    assert "programs" not in calls(ours)
+    lines = q4_transformers.explain(ours).programs
+    assert "none, " in lines[0]
+    assert why in lines[0]
+
+
+@torch.no_grad()
+def test_the_report_counts_the_calls(llamas: tuple[Any, Any]) -> None:
+    """``explain`` tells calls by programs from those by modules, with the reason; q4core's has the program itself."""
+    ours, theirs = llamas
+    ours.generate(prompt(40), max_new_tokens=5)
+    ours(prompt(40), output_hidden_states=True)
+    found = q4_transformers.explain(ours)
+    assert found.programs == (
+        "programs of model: ran 5 calls",
+        "programs of model: modules ran 1 call, output_hidden_states asked for",
+    )
+    assert str(found).endswith(found.programs[-1])
+    assert found.to_dict()["programs"] == list(found.programs)
+    assert "decode in transformers" in str(q4.explain(ours))
+    assert q4_transformers.explain(theirs).programs == ()
+
+
+def test_sampling_draws_the_same_tokens(llamas: tuple[Any, Any]) -> None:
+    """Sampled tokens of a seed are those of the modules."""
+    drawn = []
+    for model in llamas:
+        torch.manual_seed(3)
+        drawn.append(model.generate(prompt(33), max_new_tokens=20, do_sample=True, top_k=20, temperature=1.5))
+    assert torch.equal(*drawn)
+    assert ran(llamas[0]) == 20
+
+
+@pytest.mark.parametrize("models", ["llamas", "gemmas"])
+def test_static_caches_run_by_programs(models: str, request: pytest.FixtureRequest) -> None:
+    """A static cache gives the tokens of a dynamic one, also beyond a window, and holds them for whoever reads it."""
+    ours, theirs = request.getfixturevalue(models)
+    for length in (3, 40):
+        found, expected = (
+            model.generate(prompt(length), max_new_tokens=20, cache_implementation="static") for model in (ours, theirs)
+        )
+        assert torch.equal(found, expected)
+    assert calls(ours)["programs"] >= 39
+    held = []
+    for model in (ours, theirs):
+        cache = StaticCache(model.config, max_cache_len=64)
+        with torch.no_grad():
+            for part in prompt(45).split((40, 1, 1, 1, 2), 1):
+                model(part, past_key_values=cache)
+        held.append(cache)
+    for one, other in zip(*(cache.layers for cache in held), strict=True):
+        assert int(one.get_seq_length()) == int(other.get_seq_length()) == 45
+        near(one.keys[:, :, 1:], other.keys[:, :, 1:])  # a full window's first position is rolled out unread
+        near(one.values[:, :, 1:], other.values[:, :, 1:])
+
+
+@pytest.mark.parametrize("models", ["llamas", "gemmas"])
+def test_a_batch_with_padding_has_the_tokens_of_the_modules(models: str, request: pytest.FixtureRequest) -> None:
+    """Prompts that are filled up on the left give what the modules give."""
+    ours, theirs = request.getfixturevalue(models)
+    ids, mask = prompt(40, batch=3), torch.ones(3, 40, dtype=torch.int64)
+    mask[0, :7], mask[2, :30] = 0, 0
+    given = {"attention_mask": mask, "max_new_tokens": 12}
+    assert torch.equal(ours.generate(ids, **given), theirs.generate(ids, **given))
+    one = {"attention_mask": mask[:1], "max_new_tokens": 12}
+    assert torch.equal(ours.generate(ids[:1], **one), theirs.generate(ids[:1], **one))
+    beams = {"num_beams": 3, "max_new_tokens": 12}
+    assert torch.equal(ours.generate(ids[1:2], **beams), theirs.generate(ids[1:2], **beams))
+
+
+CHANGES: dict[str, Callable[[DynamicCache], DynamicCache]] = {
+    "copied": copy.deepcopy,
+    "pickled": lambda cache: pickle.loads(pickle.dumps(cache)),  # noqa: S301  # our own bytes
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([0])) or cache,
+    "read": lambda cache: [layer.keys for layer in cache.layers[:1]] and cache,
+    "set": lambda cache: setattr(cache.layers[1], "values", cache.layers[1].values.clone()) or cache,
+    "repeated": lambda cache: cache.batch_repeat_interleave(1) or cache,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("models", ["llamas", "gemmas"])
+@torch.no_grad()
+def test_a_cache_goes_on_from_what_it_holds(models: str, change: str, request: pytest.FixtureRequest) -> None:
+    """A cache that was copied, read or set between two tokens goes on, by programs as by modules, window or not."""
+    ours, theirs = request.getfixturevalue(models)
+    results = []
+    for model in (ours, theirs):
+        cache, logits = DynamicCache(config=model.config), []
+        for step, part in enumerate(prompt(60).split((40, 1, 1, 5, 1, 1, 11), 1)):
+            logits.append(model(part, past_key_values=cache).logits[:, -1])
+            cache = CHANGES[change](cache) if step in {1, 3, 5} else cache
+        results.append((torch.cat(logits), cache))
+    near(results[0][0], results[1][0])
+    for one, other in zip(*(cache.layers for _, cache in results), strict=True):
+        assert type(one) is type(other)
+        assert one.keys.shape == other.keys.shape
+        near(one.keys, other.keys)
+        near(one.values, other.values)
+
+
+@torch.no_grad()
+def test_cropping_drops_the_last_tokens(llamas: tuple[Any, Any]) -> None:
+    """A cache that is cropped after a program goes on before the tokens that it lost."""
+    results = []
+    for model in llamas:
+        cache = model(prompt(40), use_cache=True).past_key_values
+        model(prompt(1), past_key_values=cache)
+        cache.crop(-3)
+        results.append(model(prompt(1, 5), past_key_values=cache).logits)
+        assert cache.get_seq_length() == 39
+    near(*results)
+
+
+@torch.no_grad()
+def test_tensors_that_were_read_never_change(llamas: tuple[Any, Any]) -> None:
+    """Keys and features that somebody holds stay as they were, though the memory of a dropped cache is used again."""
+    model, _ = llamas
+    first = model.model(prompt(40), use_cache=True)
+    features, keys = first.last_hidden_state, first.past_key_values.layers[0].keys
+    before = features.clone(), keys.clone()
+    model(prompt(1), past_key_values=first.past_key_values)
+    del first
+    model.generate(prompt(50, 9), max_new_tokens=5)
+    assert torch.equal(features, before[0])
+    assert torch.equal(keys, before[1])
+
+
+@torch.no_grad()
+def test_two_sequences_by_turns_do_not_mix(llamas: tuple[Any, Any]) -> None:
+    """Each cache has its own memory as long as it is there."""
+    results = []
+    for model in llamas:
+        caches = [model(prompt(40, seed), use_cache=True).past_key_values for seed in (0, 1)]
+        results.append([model(prompt(1, step), past_key_values=caches[step % 2]).logits for step in range(6)])
+    near(torch.cat(results[0]), torch.cat(results[1]))
+    assert ran(llamas[0]) == 8
+
+
+@torch.no_grad()
+def test_a_cache_of_another_model_runs_by_the_own_program(llamas: tuple[Any, Any]) -> None:
+    """A cache that two models of one kind go on with by turns is computed by the one that is called."""
+    results = []
+    for model in llamas:
+        other = copy.deepcopy(model)
+        other.model.norm.weight.data.mul_(-1)
+        cache = model(prompt(40), use_cache=True).past_key_values
+        results.append([one(prompt(1), past_key_values=cache).logits for one in (other, model, other)])
+    near(torch.cat(results[0]), torch.cat(results[1]))
+    assert ran(llamas[0]) == 2
+
+
+def test_inference_mode_and_no_grad_go_on_with_one_cache(llamas: tuple[Any, Any]) -> None:
+    """A cache that began in inference mode goes on outside it, and back."""
+    results = []
+    for model in llamas:
+        with torch.inference_mode():
+            cache = model(prompt(40), use_cache=True).past_key_values
+        with torch.no_grad():
+            logits = [model(prompt(1), past_key_values=cache).logits, model(prompt(5), past_key_values=cache).logits]
+        with torch.inference_mode():
+            logits.append(model(prompt(1), past_key_values=cache).logits)
+        results.append(torch.cat([item[:, -1] for item in logits]))
+    near(*results)
+
+
+def test_threads_generate_at_once(llamas: tuple[Any, Any]) -> None:
+    """Threads that generate at once get the tokens that each gets alone."""
+    ours, theirs = llamas
+    found: dict[int, torch.Tensor] = {}
+
+    def generate(seed: int) -> None:
+        found[seed] = ours.generate(prompt(40, seed), max_new_tokens=12, do_sample=False)
+
+    threads = [threading.Thread(target=generate, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(4):
+        assert torch.equal(found[seed], theirs.generate(prompt(40, seed), max_new_tokens=12, do_sample=False))
+
+
+def test_a_cache_grows_with_its_sequence(tmp_path: Path) -> None:
+    """A sequence outgrows the memory that it began with, windows included; beyond the context the modules run."""
+    kind, options = KINDS["gemma3"]
+    ours, theirs = pair(tmp_path, kind, {**options, "max_position_embeddings": 600, "sliding_window": 300})
+    given = {"max_new_tokens": 585, "do_sample": False}
+    found = ours.generate(prompt(40), **given)
+    assert torch.equal(found, theirs.generate(prompt(40), **given))
+    assert calls(ours)["programs"] == 561
+    assert "positions beyond the context" in calls(ours)
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "hidden states": (lambda model: model(prompt(40), output_hidden_states=True), "output_hidden_states"),
+    "attentions": (lambda model: model(prompt(40), output_attentions=True), "output_attentions"),
+    "embeddings": (lambda model: model(inputs_embeds=model.model.embed_tokens(prompt(40))), "other arguments"),
+    "no cache": (lambda model: model(prompt(40), use_cache=False), "without a cache"),
+    "positions": (lambda model: model(prompt(40), position_ids=torch.arange(1, 41)[None]), "positions"),
+    "a mask": (lambda model: model(prompt(40), attention_mask=torch.ones(1, 40).tril(-1)[:, :40]), "mask"),
+    "few tokens": (lambda model: model(prompt(5)), "fewer than"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_calls_that_no_program_computes_go_to_the_modules(way: str, llamas: tuple[Any, Any]) -> None:
+    """What a program can't do exactly is done by the modules, with their results."""
+    ours, theirs = llamas
+    call, why = WAYS[way]
+    near(call(ours).logits, call(theirs).logits)
+    assert [reason for reason in calls(ours) if why in reason], calls(ours)
+
+
+def test_gradients_and_training_go_to_the_modules(llamas: tuple[Any, Any]) -> None:
+    """A call that records gradients has them, and a model in training mode runs its modules."""
+    ours, _ = llamas
+    ours.model.norm.weight.requires_grad_()
+    ours(prompt(40), labels=prompt(40)).loss.backward()
+    assert ours.model.norm.weight.grad is not None
+    with torch.no_grad():
+        ours.train()(prompt(40))
+        ours.eval()(prompt(40))
+    assert set(calls(ours)) == {"gradients are recorded", "training mode", "programs"}
+
+
+@torch.no_grad()
+def test_a_hook_is_run_and_a_changed_module_counts(llamas: tuple[Any, Any]) -> None:
+    """A hook on a block is called; a replaced module and a changed forward pass change the result."""
+    ours, theirs = llamas
+    expected = theirs(prompt(40)).logits
+    near(ours(prompt(40)).logits, expected)
+    assert ran(ours) == 1
+    seen: list[int] = []
+    handle = ours.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    near(ours(prompt(40)).logits, expected)
+    assert seen == [1]
+    handle.remove()
+    calls_before = ours.model.forward.calls["programs"]
+    ours(prompt(40))
+    assert ours.model.forward.calls["programs"] == calls_before + 1
+    for model in llamas:
+        model.model.layers[1].self_attn.o_proj = torch.nn.Linear(64, 64, bias=False)
+        torch.nn.init.eye_(model.model.layers[1].self_attn.o_proj.weight)
+    near(ours(prompt(40)).logits, theirs(prompt(40)).logits)
+    for model in llamas:
+        model.model.layers[0].mlp.forward = lambda x: 0.5 * x
+    near(ours(prompt(40)).logits, theirs(prompt(40)).logits)
+    for model in llamas:
+        with torch.no_grad():
+            del model.model.layers[0].mlp.forward
+            model.model.layers[0].input_layernorm.weight.mul_(2)
+            model.model.layers[0].mlp.down_proj.float()
+    near(ours(prompt(40)).logits, theirs(prompt(40)).logits)
+
+
+@torch.no_grad()
+def test_a_model_that_is_copied_or_saved_runs_by_its_own_program(llamas: tuple[Any, Any], tmp_path: Path) -> None:
+    """A copy runs its own weights; what is saved does not have the forward pass in it."""
+    ours, _ = llamas
+    before = ours(prompt(40)).logits
+    twin = copy.deepcopy(ours)
+    twin.model.norm.weight.data.mul_(-1)
+    near(twin(prompt(40)).logits, -before)
+    near(ours(prompt(40)).logits, before)
+    assert calls(twin) == {"programs": 1}
+    ours.save_pretrained(tmp_path / "saved")
+    config = Q4Config(programs=False, cache="off")
+    again = type(ours).from_pretrained(tmp_path / "saved", quantization_config=config, dtype=torch.float32)
+    near(again(prompt(40)).logits, before)
+    assert "forward" not in vars(again.model)
+
+
+def test_another_dtype_runs_by_modules(tmp_path: Path) -> None:
+    """Programs are of float32; a model in bfloat16 says so in its report."""
+    model = dense_model("Llama", **WIDE)
+    model.save_pretrained(tmp_path)
+    config = Q4Config(format="nf4", cache="off")
+    found = type(model).from_pretrained(tmp_path, quantization_config=config, dtype=torch.bfloat16)
+    found.generate(prompt(40), max_new_tokens=3)
+    assert "bfloat16" in q4_transformers.explain(found).programs[0]
+
+
+def test_an_option_that_is_no_bool_is_refused() -> None:
+    """``programs`` takes a bool, and is in the options' dict where it is off."""
+    with pytest.raises(q4.ConfigError, match="programs"):
+        Q4Config(programs="no")
+    assert "programs" not in Q4Config().to_dict()
+    assert Q4Config.from_dict(Q4Config(programs=False).to_dict()).programs is False
