@@ -48,7 +48,7 @@ MODELS = {"smollm2": ("SmolLM2", SMOLLM2), "gemma3": ("Gemma 3 270M", GEMMA3)}
 ROUNDS, QUICK_ROUNDS = {"smollm2": 30, "gemma3": 12}, 3
 """How often each program runs; a round of the larger model takes three times as long."""
 """The models, and the shares of a peer's tokens per second that are aimed at."""
-_TEXT = "The history of the lighthouse begins long before the first towers were built on the rocks of the coast. "
+TEXT = "The history of the lighthouse begins long before the first towers were built on the rocks of the coast. "
 _PARK_SECONDS = 0.02
 _LEAST_COSINE = 0.99
 _COLORS = {DEFAULT: "#0b6e4f", INT8: "#1f9d74", EXACT: "#8fd0b4", LLAMA: "#d1731f", IK_LLAMA: "#8a4b14"}
@@ -57,7 +57,8 @@ Run = tuple[float, float]
 """Seconds of the prompt, and of the steps."""
 
 
-def _ours(model: LanguageModel, prompt: Sequence[int]) -> Callable[[int], Run]:
+def ours(model: LanguageModel, prompt: Sequence[int]) -> Callable[[int], Run]:
+    """Return what runs a model of ours once with a number of threads."""
     cache = model.decoder.make_cache(PROMPT + STEPS)  # once, as llama.cpp's context is
 
     def run(threads: int) -> Run:
@@ -83,7 +84,8 @@ def _cosine(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
     return float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
-def _file(model: str) -> Path:
+def file_of(model: str) -> Path:
+    """Return the file of one of ``MODELS``."""
     if model == "smollm2":
         return find_model(model)
     path = record.BUILD / "gemma-3-270m-q4_k_m.gguf"
@@ -93,14 +95,14 @@ def _file(model: str) -> Path:
 
 def measure(rounds: int, model: str = "smollm2") -> dict[str, Any]:
     """Return tokens per second by threads and program; a peer that is not installed is said to be missing."""
-    path = _file(model)
+    path = file_of(model)
     precisions = {DEFAULT: "auto", INT8: "int8", EXACT: "exact"}
     models = {
         name: LanguageModel.open(path, q4.SessionConfig(device="cpu", activation_precision=precision), cache="off")
         for name, precision in precisions.items()
     }
-    prompt = models[DEFAULT].tokenizer.encode(_TEXT * PROMPT)[:PROMPT]
-    runs = {name: _ours(model, prompt) for name, model in models.items()}
+    prompt = models[DEFAULT].tokenizer.encode(TEXT * PROMPT)[:PROMPT]
+    runs = {name: ours(model, prompt) for name, model in models.items()}
     logits = {name: _logits(model, prompt) for name, model in models.items()}
     peers: dict[str, dict[str, Any]] = {}
     for name, (distribution, make) in PEERS.items():
@@ -126,11 +128,11 @@ def measure(rounds: int, model: str = "smollm2") -> dict[str, Any]:
         "steps": STEPS,
         "peers": peers,
         "cosine_of_logits": agreement,
-        "threads": {str(threads): _sample(runs, threads, rounds) for threads in (cores, 1)},
+        "threads": {str(threads): sample(runs, threads, rounds) for threads in (cores, 1)},
     }
 
 
-def _sample(runs: dict[str, Callable[[int], Run]], threads: int, rounds: int) -> dict[str, Any]:
+def sample(runs: dict[str, Callable[[int], Run]], threads: int, rounds: int) -> dict[str, Any]:
     """Run each program once in each round, after a round that is not counted."""
     before = torch.get_num_threads()
     rates: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in runs}

@@ -5,11 +5,15 @@ INT4, in compressed-tensors' own layouts). The random model has hidden size 2048
 eight in each of 4 layers, and of it memory alone is measured. Each run is a process of its own; the ways take turns.
 Seconds of loading are beyond imports, with files in the page cache; memory is the peak of what no file backs.
 ``Q4_CPU_ISA=avx2`` limits every library to AVX2, as on a machine without AVX-512, and names the result.
+
+``--generate smollm2`` compares ``generate`` of transformers, by programs and by modules, with ``q4 generate`` and
+llama.cpp on one GGUF file, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -25,10 +29,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import q4core as q4
-from benchmarks import record, verdict
+from benchmarks import generate, record, verdict
 from benchmarks.child import anonymous_bytes, run_child
 from benchmarks.cpu.ours import isa
 from benchmarks.style import caption, plt, save, tidy
+from q4_lm import Generation, LanguageModel
 from q4_lm.commands.generate import find_model
 
 if TYPE_CHECKING:
@@ -64,6 +69,8 @@ TARGETS = (
     ("NF4 load from a warm cache, times the dense one's", "load_seconds", "q4core NF4, cached", "dense float32", 0.3),
 )
 """Target, figure, way, what it is compared with, and the ratio wanted: of seconds at most, else at least."""
+ENGINE, PROGRAMS, MODULES = "q4 generate", "transformers, programs", "transformers, modules"
+ROUNDS_OF_GENERATE = 12
 RANDOM = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 32}
 EXPERTS = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 4, "num_attention_heads": 16}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -268,6 +275,85 @@ def measure_experts(sizes: dict[str, int]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def measure_generate(rounds: int, model: str) -> dict[str, Any]:
+    """Return tokens per second by threads and way, all of which read one file and, but for llama.cpp, give one text."""
+    importlib.import_module("transformers").logging.disable_progress_bar()
+    ours, path = importlib.import_module("q4_transformers"), generate.file_of(model)
+    own = LanguageModel.open(path, q4.SessionConfig(device="cpu"), cache="off")
+    prompt = own.tokenizer.encode(generate.TEXT * generate.PROMPT)[: generate.PROMPT]
+    runs = {ENGINE: generate.ours(own, prompt)}
+    texts = {ENGINE: [*Generation(own.decoder, prompt, max_tokens=generate.STEPS + 1)]}
+    for way, programs in ((PROGRAMS, True), (MODULES, False)):
+        found, _ = ours.load(path, ours.Q4Config(programs=programs, cache="off"))
+        runs[way] = functools.partial(_generate, found, prompt)
+        texts[way] = _new_tokens(found, prompt)
+    assert texts[ENGINE] == texts[PROGRAMS] == texts[MODULES], texts
+    with contextlib.suppress(ImportError):
+        peer = generate.LlamaModel(path, generate.PROMPT + generate.STEPS + 1)
+        runs[generate.LLAMA] = functools.partial(peer.generate, prompt, generate.STEPS)
+    counts = {str(count): generate.sample(runs, count, rounds) for count in (max(2, torch.get_num_threads()), 1)}
+    return {"model": model, "file": path.name, "threads": counts}
+
+
+def _new_tokens(model: Any, prompt: Sequence[int], streamer: Any = None) -> list[int]:
+    """Return the tokens that transformers generates after a prompt, as many as are measured."""
+    library = importlib.import_module("transformers")
+    count = generate.STEPS + 1
+    options = library.GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
+    ids = torch.tensor([prompt])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options, streamer=streamer)
+    return list(found[0, len(prompt) :].tolist())
+
+
+def _generate(model: Any, prompt: Sequence[int], threads: int) -> generate.Run:
+    torch.set_num_threads(threads)
+    clock = _Clock()
+    started = time.perf_counter()
+    _new_tokens(model, prompt, clock)
+    return clock.times[1] - started, clock.times[-1] - clock.times[1]
+
+
+class _Clock:
+    """A streamer of transformers that notes when it was given the prompt, and each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+def judge_generate(result: dict[str, Any]) -> list[verdict.Verdict]:
+    """Return whether transformers decodes nearly as fast as our own engine, and faster than llama.cpp."""
+    found = []
+    for threads, ways in result["threads"].items():
+        for other, share in ((ENGINE, 0.8), (generate.LLAMA, 1.3)):
+            ratio = ways[PROGRAMS]["decode"]["median"] / ways[other]["decode"]["median"] if other in ways else None
+            target = f"{share} of the tokens per second of {other}"
+            what = f"{result['model']}, {threads} threads"
+            found.append(verdict.Verdict(target, what, ratio, share, against=other))
+    return found
+
+
+def _main_generate(model: str, *, is_quick: bool) -> None:
+    result = measure_generate(2 if is_quick else ROUNDS_OF_GENERATE, model)
+    judged = judge_generate(result)
+    result |= {"unit": "tokens per second", "isa": isa(), "verdicts": [one.to_json() for one in judged]}
+    result["versions"] = {name: importlib.metadata.version(name) for name in LIBRARIES[:1]}
+    folder = record.BUILD if is_quick else record.RESULTS
+    written = record.write(f"transformers-generate-{model}-{result['isa']}", result, folder=folder)
+    for threads, ways in result["threads"].items():
+        for way, kinds in ways.items():
+            rates = ", ".join(f"{kind} {own['median']:.1f}" for kind, own in kinds.items())
+            print(f"{threads} threads  {way:<26} {rates} tokens/s")
+    for line in verdict.lines(judged):
+        print(line)
+    print(f"written: {written}")
+
+
 def judge(result: dict[str, Any]) -> list[verdict.Verdict]:
     """Return which targets are met; those of decoding were set for AVX2 and the random model."""
     found = []
@@ -310,6 +396,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks transformers", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small random models and two rounds, for development")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way and model")
+    parser.add_argument("--generate", choices=generate.MODELS, help="compare ways to generate with this model alone")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
@@ -319,6 +406,9 @@ def main(arguments: Sequence[str] = ()) -> None:
             print("{}")
         else:
             print(json.dumps((_run if kind == "run" else _load_experts)(folder, *rest)))
+        return
+    if options.generate:
+        _main_generate(options.generate, is_quick=options.quick)
         return
     name = isa()
     os.environ |= {"Q4_CACHE": "off", **(AVX2 if name == "avx2" else {})}  # for the children
