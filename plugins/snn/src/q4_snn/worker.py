@@ -73,7 +73,8 @@ class Worker(Actor):
                     self.delays[item.source] = min(item.delay, self.delays.get(item.source, item.delay))
         offsets = self.offsets = self.delays | {COMMITTED: plan.slots - plan.depth}
         """Ring → how many steps before a step it must be; nobody needs rows further back than the last one."""
-        self.turns = rings.turns(parts, offsets, POLL_S, stop=HALT)
+        firing = [name for name in parts if plan.rows[name].is_binary]  # numbers come to their ring after the call
+        self.turns = rings.turns(firing, offsets, POLL_S, stop=HALT)
         self.step: int | None = None
         self.error: Q4Error | None = None
         self.committed: dict[str, int] = {}
