@@ -114,7 +114,7 @@ def test_attention_is_emitted_over_a_cache() -> None:
     model = nn.Sequential(nn.Identity(), make("attention", hidden_size=8, num_heads=2)).eval()
     record = make_program(model, X).record
     assert record.backend is None
-    assert "1: attention is emitted for tokens of one sequence, over a cache" in record.reasons[0]
+    assert "1: attention is emitted for tokens of one sequence over a cache" in record.reasons[0]
 
 
 def test_what_changes_later_runs_as_modules(session: q4.Session) -> None:
