@@ -123,11 +123,13 @@ def _onnx(path: Path, threads: int) -> Encode:
     return encode
 
 
-def _inside(**wish: Any) -> Encode:
-    """Return sentence-transformers' own encoding; of a model that is loaded packed where a wish is given."""
+def _inside(**options: Any) -> Encode:
+    """Return sentence-transformers' own encoding; of a model that is loaded packed where options are given."""
     library = importlib.import_module("sentence_transformers")
-    options = {} if not wish else {"quantization_config": importlib.import_module("q4_transformers").Q4Config(**wish)}
-    model = library.SentenceTransformer(str(folder()), device="cpu", model_kwargs=options)
+    packed = {}
+    if options:
+        packed["quantization_config"] = importlib.import_module("q4_transformers").Q4Config(**options)
+    model = library.SentenceTransformer(str(folder()), device="cpu", model_kwargs=packed)
 
     def encode(sentences: Sequence[str], batch: int) -> torch.Tensor:
         return torch.from_numpy(model.encode(list(sentences), batch_size=batch, show_progress_bar=False))

@@ -17,6 +17,7 @@ import pytest
 from huggingface_models import save_by_q4
 
 from q4_lm import Generation, LanguageModel
+from tests.support.limits import scaled
 from tests.support.pages import ROOT
 
 if TYPE_CHECKING:
@@ -78,10 +79,10 @@ def test_ray_serve(ray_serve: Any, folder: Path, expected: list[int]) -> None:
     ray_serve.start(http_options={"host": "127.0.0.1", "port": port})
     handle = ray_serve.run(app({"folder": str(folder)}))
     body = json.dumps({"prompt": PROMPT, "max_tokens": COUNT}).encode()
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", body, timeout=120) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", body, timeout=scaled(120.0)) as answer:
         assert json.load(answer)["tokens"] == expected
     waiting = [handle.complete.remote(PROMPT, COUNT) for _ in range(8)]
-    assert [item.result(timeout_s=120)["tokens"] for item in waiting] == [expected] * 8
+    assert [item.result(timeout_s=scaled(120.0))["tokens"] for item in waiting] == [expected] * 8
 
 
 def test_transformers_serve(folder: Path, expected: list[int]) -> None:
@@ -98,10 +99,10 @@ def test_transformers_serve(folder: Path, expected: list[int]) -> None:
             asked = {"model": str(folder), "messages": [{"role": "user", "content": PROMPT}], "max_tokens": COUNT}
             body, head = json.dumps({**asked, "stream": False}).encode(), {"Content-Type": "application/json"}
             request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", body, head)
-            end = time.monotonic() + 300
+            end = time.monotonic() + scaled(300.0)
             while True:
                 try:
-                    with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310  # our own server
+                    with urllib.request.urlopen(request, timeout=scaled(120.0)) as answer:  # noqa: S310  # our own server
                         found = json.load(answer)
                     break
                 except urllib.error.URLError:

@@ -146,7 +146,7 @@ def _share(layer: Any) -> float:
 
     An activation that differs by 2⁻²² of the greatest is rounded otherwise once in 2¹⁴ times on a grid of 127 levels,
     once in 64 on one of 32,767; of K of them, that is a share of 2⁻⁷ · 2⁻⁷ and 2⁻¹⁵ · 2⁻³ of the sum. The bounds leave
-    a factor of 256 for three layers one after another, and for activations whose greatest stands out.
+    a factor of 256 for three layers one after another, and for activations whose greatest is far above the others.
     """
     names = {segment.path.precision.name for segment in LayerHandle(layer).segments}
     return 2.0**-6 if any(name.endswith("8") for name in names) else 2.0**-9
