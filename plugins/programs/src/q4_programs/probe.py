@@ -214,7 +214,8 @@ class _Trial:
                 if name[0] == "b":
                     part.fill_(-1)
                     for _ in range(_RARE):
-                        part.bitwise_and_(torch.randint(-(1 << 63), (1 << 63) - 1, part.shape, generator=random))
+                        drawn = torch.randint(-(1 << 63), (1 << 63) - 1, part.shape, generator=random)
+                        part.bitwise_and_(drawn.to(part.device))
                 elif view.buffer not in self._parameters and part.dtype is torch.float32:
                     part.copy_(torch.randn(part.shape, generator=random))
         return made
