@@ -49,6 +49,8 @@ ENVIRONMENTS = {
     "gpu": [f"plugins/{name}/tests" for name in ("um-managed", "nvfp4-native", "triton-kernels")],
 }
 """Environment → the tests that are run there."""
+ALSO = {"large": ["q4-conformance", "q4-cpu-native", "q4-dequant-fallback", "q4-um-managed"]}
+"""Environment → packages of ours that its tests need, whose bounds another one proves."""
 TOOLS = ["hypothesis", "jsonschema", "matplotlib", "numpy", "pytest", "pytest-xdist", "scikit-learn", "scipy"]
 _BOUND = re.compile(r"^([\w.-]+)(?:\[[^]]*\])?\s*>=\s*([\w.]+)")
 _OURS = re.compile(r"^q4(core|-)")
@@ -107,7 +109,7 @@ def asked(name: str) -> list[str]:
             named = ",".join(sorted(chosen - {""}))
             lines.append(f"{package}[{named}]" if named else package)
             lines += [line for extra in sorted(chosen) for line in extras[extra] if not _OURS.match(line)]
-    return lines
+    return lines + ALSO.get(name, [])
 
 
 def _run(*command: object) -> None:
