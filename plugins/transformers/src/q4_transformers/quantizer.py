@@ -359,7 +359,20 @@ def _raise_nothing_packed(wanted: str, reasons: Mapping[str, str], checkpoint: C
 
 def _hide(model: Any, names: Iterable[str]) -> None:
     """Make transformers report no tensors that it finds no place for, as we read them."""
-    own = "^(?:" + "|".join(map(re.escape, sorted(set(names)))) + ")$"
     known = model._keys_to_ignore_on_load_unexpected  # noqa: SLF001  # how models of transformers say it
     kind = set if isinstance(known, set) else list  # which of them depends on the version
-    model._keys_to_ignore_on_load_unexpected = kind([*(known or ()), own])  # noqa: SLF001
+    model._keys_to_ignore_on_load_unexpected = kind([*(known or ()), _pattern(names)])  # noqa: SLF001
+
+
+def _pattern(names: Iterable[str]) -> str:
+    """Return a regular expression of these names alone; what blocks have alike is in it once, as reading it is slow."""
+    numbers: dict[tuple[str, str], set[str]] = {}
+    for name in names:
+        block = re.search(r"(?<=\.)\d+(?=\.)", name)
+        head, number, tail = ("", "", name) if block is None else (name[: block.start()], block[0], name[block.end() :])
+        numbers.setdefault((head, tail), set()).add(number)
+    tails: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (head, tail), found in sorted(numbers.items()):
+        tails.setdefault((head, tuple(sorted(found))), []).append(re.escape(tail))
+    parts = [f"{re.escape(head)}(?:{'|'.join(each)})(?:{'|'.join(ends)})" for (head, each), ends in tails.items()]
+    return f"^(?:{'|'.join(parts)})$"

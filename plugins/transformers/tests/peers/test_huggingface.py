@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 import q4_transformers
 import q4core as q4
 from q4_transformers import Q4Config
+from q4_transformers.quantizer import _pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -442,3 +443,14 @@ def test_pipeline(tmp_path: Path) -> None:
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=own)
     [answer] = pipe("w1 w2 w3", max_new_tokens=3, do_sample=False)
     assert answer["generated_text"].startswith("w1 w2 w3")
+
+
+def test_names_that_are_hidden() -> None:
+    """The pattern of packed tensors has these names alone, though blocks are in it once."""
+    layers = ["self_attn.q_proj", "mlp.down_proj"]
+    keys = [f"{layer}.{key}" for layer in layers for key in ("a", "b.c")]
+    names = [f"model.layers.{number}.{key}" for number in (0, 1, 10) for key in keys]
+    pattern = re.compile(_pattern([*names, "lm_head.a", "model.layers.1.extra.2.a"]))
+    assert all(map(pattern.search, [*names, "lm_head.a", "model.layers.1.extra.2.a"]))
+    others = ["model.layers.2.mlp.down_proj.a", "model.layers.0.extra.2.a", "lm_head.ab", "x.lm_head.a", "lm_headxa"]
+    assert not any(map(pattern.search, others))
