@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import q4core as q4
+from q4_vllm.gguf import open_folder
 from q4core.plugin_api import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from q4_vllm.gguf import GgufFolder
 
 __all__ = ["TRIED", "check_folder", "check_fusions", "check_platform", "check_version", "raise_unplaced"]
 
@@ -57,8 +60,8 @@ def check_platform(platform: Any) -> None:
         raise q4.ConfigError(_WHAT, name="platform", rule="a CPU", value=name, hint=hint)
 
 
-def check_folder(model: str) -> q4.Checkpoint:
-    """Return the checkpoint of a folder, whose headers show that all of it can be read.
+def check_folder(model: str) -> q4.Checkpoint | GgufFolder:
+    """Return the packed weights of a folder, whose headers show that all of it can be read.
 
     Args:
         model: What was given to vLLM as its model.
@@ -71,11 +74,13 @@ def check_folder(model: str) -> q4.Checkpoint:
     folder = Path(model)
     if not folder.is_dir():
         hint = "Download the model first: its folder is opened by q4core, not by vLLM."
+        if folder.suffix == ".gguf":
+            hint = f"Make a folder of it: python -m q4_vllm {model} FOLDER"
         raise q4.CheckpointError(_WHAT, name="model", rule="a folder on this machine", value=model, hint=hint)
     if not (folder / "config.json").is_file():
         hint = "vLLM needs the config.json and the tokenizer that the model came with."
         raise q4.CheckpointError(_WHAT, name="model", rule="a folder with a config.json", value=model, hint=hint)
-    checkpoint = q4.open(folder)
+    checkpoint = open_folder(folder)
     try:
         _check_schema(checkpoint)
     except q4.Q4Error:
@@ -84,7 +89,7 @@ def check_folder(model: str) -> q4.Checkpoint:
     return checkpoint
 
 
-def _check_schema(checkpoint: q4.Checkpoint) -> None:
+def _check_schema(checkpoint: q4.Checkpoint | GgufFolder) -> None:
     schema, where = checkpoint.schema, str(checkpoint.path)
     problems = list(schema.unsupported)
     if problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +25,14 @@ from vllm.platforms import current_platform
 import q4core as q4
 from q4_vllm.checks import check_folder, check_fusions, check_platform, check_version, raise_unplaced
 from q4_vllm.experts import Q4ExpertsMethod, parts_of_experts
+from q4_vllm.gguf import open_folder
 from q4_vllm.linear import Q4EmbeddingMethod, Q4LinearMethod
 from q4_vllm.report import report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from q4_vllm.gguf import GgufFolder
 
 __all__ = ["Q4Config"]
 
@@ -53,9 +57,9 @@ class Q4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM has no types h
         self._sessions: dict[torch.dtype, q4.Session] = {}
 
     @functools.cached_property
-    def checkpoint(self) -> q4.Checkpoint:
+    def checkpoint(self) -> q4.Checkpoint | GgufFolder:
         """The folder, open."""
-        return q4.open(self.folder)
+        return open_folder(Path(self.folder))
 
     def session(self, dtype: torch.dtype) -> q4.Session:
         """Return this process's session for activations of a dtype; ``Q4_*`` variables choose backend and precision."""

@@ -10,7 +10,7 @@ import torch
 import q4core as q4
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["Cut", "Piece", "RankLayer", "prepare"]
 
@@ -69,7 +69,9 @@ class RankLayer:
         return torch.nn.functional.pad(y, (0, missing)) if missing else y
 
 
-def prepare(cuts: Sequence[Cut], rows: int, checkpoint: q4.Checkpoint, session: q4.Session, name: str) -> RankLayer:
+def prepare(
+    cuts: Sequence[Cut], rows: int, checkpoint: Mapping[str, q4.PackedWeight], session: q4.Session, name: str
+) -> RankLayer:
     """Return a rank's layer, prepared; weights are joined where they are of one form, and else run one by one.
 
     Args:

@@ -72,8 +72,12 @@ class HfFolder:
     files: Mapping[str, str]
 
 
-def to_hf_folder(checkpoint: Checkpoint) -> HfFolder:
+def to_hf_folder(checkpoint: Checkpoint, *, packed_head: bool = False) -> HfFolder:
     """Return an opened GGUF file's model as a folder.
+
+    Args:
+        checkpoint: The opened file.
+        packed_head: Whether a head that shares the packed matrix of the embedding is a packed layer of its own.
 
     Raises:
         CheckpointError: The file is malformed, or transformers has no kind of model that computes the same.
@@ -86,10 +90,14 @@ def to_hf_folder(checkpoint: Checkpoint) -> HfFolder:
     names = architecture.names(own)
     dense = {to_hf_name(names.ours(name), own): name for name in checkpoint.dense if name not in {FACTORS, LONG, SHORT}}
     modules = {names.ours(name): name for name in checkpoint}
-    if _EMBEDDING in modules:
-        dense[f"{to_hf_name(_EMBEDDING, own)}.weight"] = modules.pop(_EMBEDDING)
+    shared = modules.pop(_EMBEDDING, None)
+    if shared is not None:
+        dense[f"{to_hf_name(_EMBEDDING, own)}.weight"] = shared
     if own.tie_word_embeddings:
         modules.pop(_HEAD, None)
+        if packed_head and shared is not None:
+            modules[_HEAD] = shared
+            theirs["tie_word_embeddings"] = False
     packed = {_HEAD if ours == _HEAD else to_hf_name(ours, own): name for ours, name in modules.items()}
     numbers = ("bos_token_id", "eos_token_id", "pad_token_id")
     generation = {name: theirs[name] for name in numbers if theirs[name] is not None}
