@@ -27,7 +27,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["QUIET", "Server", "main", "save_models"]
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "vllm.json"
@@ -49,10 +49,16 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "int4": ("Llama", "compressed-tensors-int4", "int4", {}),
     "gptq": ("Llama", "gptq", "int4", {}),
     "awq": ("Llama", "awq", "int4", {}),
+    "q4_k": (
+        "Llama",
+        "gguf",
+        "Q4_K",
+        {"intermediate_size": 768},
+    ),  # of which two ranks have one and a half super-blocks
     "moe": ("Qwen3Moe", "bitsandbytes", "nf4", _MOE),
 }
 """Name → transformers' class, dialect, format, and sizes of its own."""
-_QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "Q4_PRECISION": "exact"}
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "Q4_PRECISION": "exact"}
 
 
 def compare_signatures() -> int:
@@ -78,16 +84,24 @@ def _is_method(kind: type, name: str, real: type) -> bool:
     return is_own and name in {item for base in real.__mro__ for item in vars(base)}
 
 
-def make_model(name: str, folder: Path) -> tuple[Path, Path]:
-    """Save a random model packed and dequantised; return both folders."""
+def save_models(  # noqa: PLR0913  # the facts of a model
+    kind: str, sizes: dict[str, Any], format_: str, dialect: str, packed: Path, dense: Path
+) -> Path:
+    """Save a random model packed and, in another folder, dequantised; return the folder that is served packed.
+
+    Args:
+        kind: transformers' class without its ending.
+        sizes: Of its config.
+        format_: What matrices are packed in.
+        dialect: How they are stored; ``gguf`` for a GGUF file of that type, whose folder is made.
+        packed: One folder.
+        dense: The other one.
+    """
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     safetensors = importlib.import_module("safetensors.torch")
     q4 = importlib.import_module("q4core")
-    kind, dialect, format_, sizes = MODELS[name]
-    packed, dense = folder / name, folder / f"{name}-dense"
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **sizes})
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**sizes))
     with torch.no_grad():
         for parameter in model.parameters():  # far from their first values, so that tokens differ
             parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(3)
@@ -97,14 +111,26 @@ def make_model(name: str, folder: Path) -> tuple[Path, Path]:
     options = {"block_size": 64, "symmetric": dialect.startswith("compressed")} if format_ == "int4" else {}
     weights = {}
     for key in chosen:
-        weight = q4.quantize(state.pop(key), format_, name=key.removesuffix(".weight"), **options)
-        weights[key.removesuffix(".weight")] = weight
-    model.config.save_pretrained(packed)
-    q4.save_checkpoint(packed, weights, dialect=dialect, dense=state, lossy=True)
-    with q4.open(packed) as checkpoint:  # the dense model has what the file means
+        name = key.removesuffix(".weight")
+        weights[name] = q4.quantize(state.pop(key), "nf4" if dialect == "gguf" else format_, name=name, **options)
+    target = packed.with_name(f"{packed.name}-nf4") if dialect == "gguf" else packed
+    model.config.save_pretrained(target)
+    own = "bitsandbytes" if dialect == "gguf" else dialect
+    q4.save_checkpoint(target, weights, dialect=own, dense=state, lossy=True)
+    with _gguf_folder(target, format_, packed) if dialect == "gguf" else q4.open(packed) as checkpoint:
+        # The dense model has what the file means.
         state |= {f"{key}.weight": q4.dequantize(checkpoint[key], torch.float32) for key in checkpoint}
     safetensors.save_file(state, dense / "model.safetensors", metadata={"format": "pt"})
-    return packed, dense
+    return packed
+
+
+def _gguf_folder(source: Path, type_: str, packed: Path) -> Any:
+    """Pack a folder's layers again as a GGUF file, and return the weights of the folder that vLLM serves of it."""
+    gguf = importlib.import_module("q4_vllm.gguf")
+    file = packed.with_suffix(".gguf")
+    words = ["convert", str(source), str(file), "--dialect", "gguf", "--requantize", "--format", type_]
+    subprocess.run([sys.executable, "-m", "q4_cli", *words], check=True, stdout=subprocess.DEVNULL)
+    return gguf.open_folder(gguf.make_folder(file, packed))
 
 
 def prompts() -> list[list[int]]:
@@ -131,7 +157,7 @@ def _engine(folder: Path, *options: str) -> list[list[int]]:
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "tokens.json")
         command = [sys.executable, "-m", "tools.engine", "--generate", str(folder), "--out", str(out), *options]
-        subprocess.run(command, cwd=ROOT, env={**os.environ, **_QUIET}, check=True)
+        subprocess.run(command, cwd=ROOT, env={**os.environ, **QUIET}, check=True)
         found: list[list[int]] = json.loads(out.read_text(encoding="utf-8"))
         return found
 
@@ -147,7 +173,7 @@ class Server:
         options += ["--max-model-len", "128", "--port", str(self.port), "--host", "127.0.0.1", "--enforce-eager"]
         module = "vllm.entrypoints.openai.api_server"
         command = [sys.executable, "-m", module, "--model", str(folder), "--served-model-name", "small", *options]
-        variables = {**os.environ, **_QUIET, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # else vLLM asks for two NUMA nodes
+        variables = {**os.environ, **QUIET, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # else vLLM asks for two NUMA nodes
         self.process = subprocess.Popen(command, env=variables, start_new_session=True)
 
     def wait(self, seconds: float = 900) -> None:
@@ -172,11 +198,11 @@ class Server:
             tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
             return tokens
 
-    def workers(self) -> list[int]:
-        """Return the processes of the ranks."""
+    def processes(self, part: str = "") -> list[int]:
+        """Return its processes whose names have a part."""
         listed = subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True).stdout
         rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-        return [int(pid) for pid, group, name in rows if int(group) == self.process.pid and "Worker" in name]
+        return [int(pid) for pid, group, name in rows if int(group) == self.process.pid and part in name]
 
     def stop(self) -> None:
         """End it and wait for it."""
@@ -223,7 +249,7 @@ def serve(folder: Path, expected: list[list[int]]) -> dict[str, Any]:
         server.wait()
         equal = sum(server.ask(prompt) == tokens for prompt, tokens in zip(prompts(), expected, strict=True))
         found: dict[str, Any] = {"prompts": PROMPTS, "equal to one rank": equal, "load": _load(server, expected)}
-        os.kill(server.workers()[0], 9)
+        os.kill(server.processes("Worker")[0], 9)
         try:
             server.process.wait(120)
         except subprocess.TimeoutExpired:
@@ -238,7 +264,9 @@ def serve(folder: Path, expected: list[list[int]]) -> dict[str, Any]:
 
 def run(name: str, folder: Path) -> dict[str, Any]:
     """Return how many of a model's tokens are those of the dequantised one."""
-    packed, dense = make_model(name, folder)
+    kind, dialect, format_, sizes = MODELS[name]
+    dense = folder / f"{name}-dense"
+    packed = save_models(kind, {**SIZES, **sizes}, format_, dialect, folder / name, dense)
     expected = _engine(dense, "--eager")
     found = _engine(packed, "--packed", *(["--eager"] if name != "nf4" else []))  # compiled once, as vLLM defaults to
     equal = sum(a == b for mine, theirs in zip(found, expected, strict=True) for a, b in zip(mine, theirs, strict=True))
