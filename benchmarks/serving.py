@@ -31,7 +31,7 @@ from tools.engine import QUIET, Server, save_models
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-HIDDEN, LAYERS, VOCABULARY = (1024, 2048), 8, 8192
+HIDDEN, LAYERS, VOCABULARY = (1024, 2048), 4, 8192
 BATCHES = (1, 4, 16)
 PROMPT, TOKENS = 16, 32
 PAUSE_S = 0.3
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     rows: list[dict[str, Any]] = []
     for hidden in HIDDEN[:1] if options.quick else HIDDEN:
         with tempfile.TemporaryDirectory() as place:
-            rows += measure(hidden, 1 if options.quick else 7, Path(place))
+            rows += measure(hidden, 1 if options.quick else 5, Path(place))
     held = None
     if not options.quick:
         with tempfile.TemporaryDirectory() as place:
