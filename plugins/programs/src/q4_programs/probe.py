@@ -167,10 +167,13 @@ class _Trial:
         self.values: dict[int, int] = {}
         """Numbers of buffers that hold one."""
         self._parameters = set(range(len(program.buffers)))
+        self._caches: set[int] = set()
         positions = _LEAST_POSITIONS
         for step in program.steps:
             self._parameters.difference_update(view.buffer for view in step.outputs)
             for place, (view, name) in enumerate(step.patterns()):
+                if name[0] == "M" or (step.op in WITH_SPANS and name[0] == "L"):
+                    self._caches.add(view.buffer)
                 if place >= len(step.inputs):
                     continue
                 if name[0] == "i":
@@ -190,12 +193,16 @@ class _Trial:
             if names[view][0] == "M":
                 capacity = self.program.limit(step)
                 tensor = tensor.unflatten(0, (-1, capacity))[:, : min(capacity, self._positions)]
+            elif step.op in WITH_SPANS and names[view][0] == "L":
+                tensor = tensor[: _rows_of_spans(step)]
             yield tensor
 
     def buffers(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return buffers, the same each time; memory that no step touches is not, either."""
         made = [
-            tensor if index in self._parameters and item.dtype is torch.float32 else torch.zeros_like(tensor)
+            tensor
+            if index in self._parameters and item.dtype is torch.float32
+            else (torch.empty_like if index in self._caches else torch.zeros_like)(tensor)  # zeros take all the memory
             for index, (item, tensor) in enumerate(zip(self.program.buffers, given, strict=True))
         ]
         random = torch.Generator().manual_seed(0)
@@ -205,7 +212,7 @@ class _Trial:
             made[index].copy_((torch.arange(made[index].numel()) * stride + used - 1) % used)
         for step in self.program.steps:
             if step.op in WITH_SPANS:
-                _fill_spans(step.inputs[-1].of(made[step.inputs[-1].buffer])[0], step.inputs[-2].rows)
+                _fill_spans(step.inputs[-1].of(made[step.inputs[-1].buffer])[0], _rows_of_spans(step))
         for index, value in self.values.items():
             made[index].fill_(value)
         for step in self.program.steps:
@@ -219,6 +226,11 @@ class _Trial:
                 elif view.buffer not in self._parameters and part.dtype is torch.float32:
                     part.copy_(torch.randn(part.shape, generator=random))
         return made
+
+
+def _rows_of_spans(step: Step) -> int:
+    """Return how many rows the spans of a trial are of: a cache may have more."""
+    return min(step.inputs[-2].rows, 2 * step.outputs[0].rows + 2)
 
 
 def _fill_spans(spans: torch.Tensor, rows: int) -> None:
