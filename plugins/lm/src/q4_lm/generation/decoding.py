@@ -1,12 +1,15 @@
-"""Tokens of one sequence through a decoder by calls of programs: one token, or the chunks of a prompt."""
+"""Tokens through a decoder by calls of programs: one token, the chunks of a prompt, or any of several sequences."""
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
+from q4_nn.blocks.batch_cache import BatchPlaces
 from q4_nn.blocks.cache import CachePlaces
 from q4_programs import Op, ProgramBuilder, Watch, layers_of, refuse
 from q4core import InputError, Q4Error
@@ -14,10 +17,19 @@ from q4core import InputError, Q4Error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from q4_nn.blocks.batch_cache import BatchCache
     from q4_nn.blocks.cache import KVCache
     from q4_programs import BoundProgram, Value
 
-__all__ = ["LEAST_PROMPT", "DecodingProgram", "PromptProgram", "decoding_program", "prompt_program"]
+__all__ = [
+    "LEAST_PROMPT",
+    "BatchProgram",
+    "DecodingProgram",
+    "PromptProgram",
+    "batch_program",
+    "decoding_program",
+    "prompt_program",
+]
 
 _CHUNK = 128
 """Tokens of a chunk: as many as products need to be as fast as they get, and few enough to stay in a core's cache."""
@@ -30,7 +42,7 @@ class _Programs:
 
     Args:
         decoder: One whose parts emit operations, such as ``TransformerDecoder``.
-        cache: Of one sequence; every call is given this one.
+        device: Of the cache that every call is given.
 
     Raises:
         EmissionError: A part emits nothing.
@@ -39,9 +51,9 @@ class _Programs:
 
     verb = ""
 
-    def __init__(self, decoder: nn.Module, cache: KVCache) -> None:
+    def __init__(self, decoder: nn.Module, device: torch.device) -> None:
         self.decoder = decoder
-        self._device = cache.keys.device
+        self._device = device
         self._programs: list[BoundProgram] = []
         self._watches: list[Watch] = []
 
@@ -68,7 +80,7 @@ class DecodingProgram(_Programs):
     verb = "decode"
 
     def __init__(self, decoder: nn.Module, cache: KVCache) -> None:
-        super().__init__(decoder, cache)
+        super().__init__(decoder, cache.keys.device)
         # The token, the position, and the place in each window.
         self._numbers = torch.zeros(1 + cache.place_count, dtype=torch.int64, device=self._device)
         builder = self._builder()
@@ -110,7 +122,7 @@ class PromptProgram(_Programs):
     verb = "prompt"
 
     def __init__(self, decoder: nn.Module, cache: KVCache) -> None:
-        super().__init__(decoder, cache)
+        super().__init__(decoder, cache.keys.device)
         self._most = _CHUNK if cache.most_places is None else min(_CHUNK, cache.most_places)
         # The tokens, their positions, and their places in each window.
         self._numbers = torch.zeros((1 + cache.place_count, self._most), dtype=torch.int64, device=self._device)
@@ -164,6 +176,68 @@ class PromptProgram(_Programs):
         return int(self._best)
 
 
+class BatchProgram(_Programs):
+    """Takes tokens of any sequences of a cache, and gives the logits of the tokens that follow.
+
+    The tokens of a run are rows of each product, whose weights are read once for all. A sequence has the bits that it
+    has alone, whatever else is in its run.
+    """
+
+    verb = "batch"
+
+    def __init__(self, decoder: nn.Module, cache: BatchCache) -> None:
+        super().__init__(decoder, cache.device)
+        self.most = max(_CHUNK, cache.batch)
+        """Tokens of a run at most."""
+        self._count, self._rows = torch.ones((2, 1), dtype=torch.int64).unbind()
+        builder = self._builder()
+        builder.of_tokens(builder.bound(self._count, "number of tokens"), self.most)
+        self._places = BatchPlaces(builder, cache, self.most)
+        x = builder.emit(decoder, self._places.tokens, cache=self._places, part="body")
+        self._features = builder.tensor(builder.keep(x))
+        self.bound = self._bind(builder)
+        most = max(2, cache.batch)
+        self._index = array("q", bytes(8 * most))
+        self._ends = torch.frombuffer(self._index, dtype=torch.int64)
+        self._last = self._features.new_zeros(most, self._features.shape[1])
+        builder = self._builder(", head")
+        builder.of_tokens(builder.bound(self._rows, "number of sequences"), most)
+        self._logits = builder.tensor(
+            builder.keep(builder.emit(decoder, builder.bound(self._last, "features"), part="head"))
+        )
+        self.head = self._bind(builder)
+        self._best = torch.zeros(most, dtype=torch.int64)
+
+    @torch.inference_mode()
+    def __call__(self, parts: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] = ()) -> torch.Tensor:
+        """Return logits [wanted, vocabulary], which the next call overwrites.
+
+        Args:
+            parts: Sequences of the cache, each once, and the tokens that follow theirs; at most ``most`` tokens in all.
+            wanted: Indices of the parts after whose last tokens logits are asked for, rising.
+
+        Raises:
+            InputError: A token is not in the vocabulary, or the cache has no room. Nothing has been written.
+            LifecycleError: Memory was moved, or a layer closed.
+        """
+        self._count.fill_(self._places.take(parts))
+        self.bound()
+        self._places.advance(parts)
+        if not wanted:
+            return self._logits[:0]
+        ends, rows = [*itertools.accumulate(len(tokens) for _, tokens in parts)], len(wanted)
+        self._index[:rows] = array("q", [ends[index] - 1 for index in wanted])
+        torch.index_select(self._features, 0, self._ends[:rows], out=self._last[:rows])
+        self._rows.fill_(rows)
+        self.head()
+        torch.argmax(self._logits[:rows], -1, out=self._best[:rows])
+        return self._logits[:rows]
+
+    def best(self) -> list[int]:
+        """Return the token of the greatest logit of each row of the last call."""
+        return self._best[: int(self._rows)].tolist()
+
+
 def _best(builder: ProgramBuilder, logits: Value) -> torch.Tensor:
     """Return where the token of the greatest logit will be."""
     return builder.tensor(builder.keep(builder.step(Op.ARGMAX, logits, shape=(1,))))
@@ -172,7 +246,7 @@ def _best(builder: ProgramBuilder, logits: Value) -> torch.Tensor:
 _Kind = TypeVar("_Kind", bound=_Programs)
 
 
-def _program(kind: type[_Kind], decoder: Any, cache: KVCache) -> _Kind | None:
+def _program(kind: type[_Kind], decoder: Any, cache: Any) -> _Kind | None:
     found = cache.programs.get(kind)
     if isinstance(found, kind) and found.decoder is decoder and found.is_whole():
         return found
@@ -180,7 +254,8 @@ def _program(kind: type[_Kind], decoder: Any, cache: KVCache) -> _Kind | None:
     if not isinstance(decoder, nn.Module):  # a look-alike has no operations to emit
         return None
     try:
-        made = cache.programs[kind] = kind(decoder, cache)
+        made: _Kind = kind(decoder, cache)
+        cache.programs[kind] = made
     except Q4Error as error:
         refuse(f"{kind.verb} {type(decoder).__name__}", layers_of(decoder), error.summary)
         return None
@@ -195,4 +270,10 @@ def decoding_program(decoder: Any, cache: KVCache) -> DecodingProgram | None:
 def prompt_program(decoder: Any, cache: KVCache) -> PromptProgram | None:
     """Return the program of prompts, as ``decoding_program`` does; None also where no backend runs it."""
     found = _program(PromptProgram, decoder, cache)
+    return None if found is None or found.bound.record.backend == "reference" else found
+
+
+def batch_program(decoder: Any, cache: BatchCache) -> BatchProgram | None:
+    """Return the program of several sequences, as ``prompt_program`` does."""
+    found = _program(BatchProgram, decoder, cache)
     return None if found is None or found.bound.record.backend == "reference" else found

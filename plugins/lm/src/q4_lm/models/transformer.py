@@ -9,6 +9,7 @@ from torch import nn
 
 from q4_lm.models.config import TransformerConfig
 from q4_nn.blocks.attention import MultiHeadAttention
+from q4_nn.blocks.batch_cache import BatchCache
 from q4_nn.blocks.cache import KVCache
 from q4_nn.blocks.experts import Experts
 from q4_nn.blocks.feed_forward import FeedForward
@@ -259,10 +260,7 @@ class TransformerDecoder(_Transformer):
         Raises:
             InputError: The capacity is not between 1 and the model's context.
         """
-        limit = self.config.max_position_embeddings
-        if not 1 <= capacity <= limit:
-            rule = f"from 1 to {limit}, the model's context"
-            raise InputError("key-value cache", name="capacity", rule=rule, value=capacity)
+        self._check_capacity(capacity)
         return KVCache(
             self.config.num_hidden_layers,
             self.config.num_key_value_heads,
@@ -274,6 +272,26 @@ class TransformerDecoder(_Transformer):
             dtype=self.dtype,
             device=self.device,
         )
+
+    def make_batch_cache(self, capacity: int, batch: int) -> BatchCache:
+        """Return an empty cache of sequences that grow by themselves, for programs alone.
+
+        Args:
+            capacity: Positions of a sequence.
+            batch: Sequences.
+
+        Raises:
+            InputError: The capacity is not between 1 and the model's context.
+        """
+        self._check_capacity(capacity)
+        config = self.config
+        return BatchCache(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, capacity, batch)
+
+    def _check_capacity(self, capacity: int) -> None:
+        limit = self.config.max_position_embeddings
+        if not 1 <= capacity <= limit:
+            rule = f"from 1 to {limit}, the model's context"
+            raise InputError("key-value cache", name="capacity", rule=rule, value=capacity)
 
     def emit_program(
         self, builder: ProgramBuilder, tokens: Value, *, cache: CachePlaces | RowPlaces | None = None, part: str = "all"

@@ -325,7 +325,7 @@ class MultiHeadAttention(nn.Module):
         return y
 
     def _emit_rows(self, builder: ProgramBuilder, parts: Sequence[Value], places: RowPlaces) -> Value:
-        """Emit whole sequences: what each row [rows, heads · head_dim] sees are rows as well, which nothing copies."""
+        """Emit rows [rows, heads · head_dim], each of which sees a span of rows: of its run, or of a cache."""
         query, key, value = parts
         has_norms = self.q_norm is not None and self.norm_heads
         if has_norms or self.rotary is not None:
@@ -340,8 +340,9 @@ class MultiHeadAttention(nn.Module):
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         spans = places.spans(causal=self.causal, window=self.window)
         numbers = (self.num_heads, self.num_kv_heads, scale)
+        seen = places.seen(self.layer, key, value)
         y: Value = builder.emit(
-            self.o_proj, builder.step(Op.ATTEND_SPANS, query, key, value, spans, numbers=numbers, shape=query.shape)
+            self.o_proj, builder.step(Op.ATTEND_SPANS, query, *seen, spans, numbers=numbers, shape=query.shape)
         )
         return y
 

@@ -24,15 +24,24 @@ class RowPlaces:
     def __init__(self, builder: ProgramBuilder, most: int, capacity: int) -> None:
         self.capacity = capacity
         self._builder, self._most = builder, most
-        self._positions = torch.zeros(most, dtype=torch.int64)
+        self._positions = self._numbers(most)
         self.position = builder.bound(self._positions, "positions")
         self._spans: dict[tuple[bool, int | None], torch.Tensor] = {}
+
+    def _numbers(self, count: int) -> torch.Tensor:
+        """Return memory for numbers of a run."""
+        return torch.zeros(count, dtype=torch.int64)
 
     def spans(self, *, causal: bool, window: int | None) -> Value:
         """Return the first row that each row sees, and the one behind the last: int64 [2 · most]."""
         window = None if window is None or window >= self.capacity else window
-        made = self._spans.setdefault((causal, window), torch.zeros((self._most, 2), dtype=torch.int64))
-        return self._builder.bound(made, "spans")
+        if (causal, window) not in self._spans:
+            self._spans[causal, window] = self._numbers(2 * self._most).view(-1, 2)
+        return self._builder.bound(self._spans[causal, window], "spans")
+
+    def seen(self, layer: int, key: Value, value: Value) -> tuple[Value, Value]:  # noqa: ARG002  # of a cache
+        """Return the keys and values that spans are of: those of the rows themselves."""
+        return key, value
 
     def fill(self, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write positions and spans of sequences, and return the first row of each, and the one behind its last.
