@@ -276,6 +276,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     equal = sum(a == b for mine, theirs in zip(found, expected, strict=True) for a, b in zip(mine, theirs, strict=True))
     result: dict[str, Any] = {"tokens": PROMPTS * TOKENS, "equal": equal, "compiled": name == "nf4"}
     if name == "nf4":
+        alone = _engine(packed, "--packed", "--batch", "1")
+        result["equal alone"] = sum(map(list.__eq__, alone, found))
         result["server"] = serve(packed, found)
     return result
 
@@ -288,6 +290,7 @@ def verdicts(models: dict[str, Any]) -> list[Verdict]:
         if "server" in own:
             server, load, cancelled = own["server"], own["server"]["load"], REQUESTS // 4
             shares = {
+                "prompts with the same tokens alone and in a batch of 16": own["equal alone"] / PROMPTS,
                 "answers of two ranks that are those of one": server["equal to one rank"] / PROMPTS,
                 "right answers under a load": load["equal"] / (REQUESTS - cancelled),
                 "callers that left early": load["cancelled"] / cancelled,
