@@ -13,9 +13,11 @@ from torch import nn
 from transformers import cache_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from q4_nn.blocks.batch_cache import BatchPlaces
 from q4_nn.blocks.cache import CachePlaces
 from q4_programs import ProgramBuilder, Watch, refuse
-from q4_transformers.slots import Slot, content_problem, give_back, layers_of_cache, room_for, slot_of
+from q4_transformers.padding import find_padding
+from q4_transformers.slots import PaddedCache, Slot, content_problem, give_back, layers_of_cache, room_for, slot_of
 from q4_transformers.twin import check_twin, make_twin
 from q4core import LifecycleError, Q4Error, Q4Linear
 from q4core.plugin_api import counted, is_plain_call, outside_inference
@@ -30,8 +32,8 @@ __all__ = ["ProgramForward", "install_programs"]
 
 _CHUNK = 128
 """Tokens of a chunk of a prompt."""
-_LEAST_PROMPT = 32
-"""Tokens from which a prompt runs as a program."""
+_MOST_SEQUENCES = 32
+"""Sequences of a batch at most."""
 _CAPTURING = "transformers.utils.output_capturing"
 """The module whose hooks do nothing but where hidden states or attentions are asked for."""
 _FLAGS = ("output_hidden_states", "output_attentions")
@@ -60,10 +62,10 @@ class _Program:
         self.most, self.bound = most, builder.bind()
 
     def __call__(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Return features [T, hidden] of tokens [T], in memory of their own."""
-        found = torch.empty(len(tokens), self._features.shape[1], device=tokens.device)
+        """Return features [1, T, hidden] of tokens [1, T], in memory of their own."""
+        found = torch.empty(*tokens.shape, self._features.shape[1], device=tokens.device)
         with self.bound.lock:
-            for part, out in zip(tokens.split(self.most), found.split(self.most), strict=True):
+            for part, out in zip(tokens[0].split(self.most), found[0].split(self.most), strict=True):
                 count = len(part)
                 self._numbers[0, :count] = part
                 places = torch.tensor(cache.next_places(count), device=tokens.device)[:, None]
@@ -75,11 +77,67 @@ class _Program:
         return found
 
 
-class ProgramForward:
-    """The forward pass of a decoder: a call of one sequence after a cache is a run of a program.
+class _BatchProgram:
+    """The features of tokens of several sequences, after those of a cache."""
 
-    Everything else goes to the modules: gradients, training, hooks, outputs of hidden states or attentions, a batch, a
-    mask or positions of one's own, a module that was replaced. A cache goes on from the same content.
+    def __init__(self, twin: TransformerDecoder, cache: PaddedCache) -> None:
+        self.most = _CHUNK
+        self._count = torch.ones(1, dtype=torch.int64)
+        builder = ProgramBuilder(twin, cache.rows.device, _NAME.replace("decode", "batch"))
+        builder.of_tokens(builder.bound(self._count, "number of tokens"), self.most)
+        self._places = BatchPlaces(builder, cache.rows, self.most)
+        x = builder.emit(twin, self._places.tokens, cache=self._places, part="body")
+        x = x if twin.norm is None else builder.emit(twin.norm, x)
+        self._features = builder.tensor(builder.keep(x))
+        self.bound = builder.bind()
+
+    def __call__(self, tokens: torch.Tensor, cache: PaddedCache) -> torch.Tensor:
+        """Return features [B, T, hidden] of tokens [B, T], 0 where these are padding, in memory of their own."""
+        length, (batch, count) = cache.length, tokens.shape
+        found = torch.zeros(batch, count, self._features.shape[1])
+        # Where each sequence begins in the tokens.
+        starts = [min(count, max(0, padding - length)) for padding in cache.padding]
+        with self.bound.lock:
+            try:
+                if count == 1 and not any(starts):
+                    self._run([(row, own) for row, own in enumerate(tokens.tolist())], list(found))
+                else:
+                    self._run_chunks(tokens.tolist(), starts, found)
+            except BaseException:
+                cache.length = length  # as if nothing had been written
+                raise
+        cache.length = length + count
+        return found
+
+    def _run_chunks(self, tokens: list[list[int]], starts: list[int], found: torch.Tensor) -> None:
+        parts, outs, left = list[tuple[int, list[int]]](), list[torch.Tensor](), self.most
+        for row, at in enumerate(starts):
+            while at < len(tokens[row]):
+                end = min(len(tokens[row]), at + left)
+                parts.append((row, tokens[row][at:end]))
+                outs.append(found[row, at:end])
+                left -= end - at
+                at = end  # noqa: PLW2901  # the next part begins there
+                if not left:
+                    self._run(parts, outs)
+                    parts, outs, left = [], [], self.most
+        if parts:
+            self._run(parts, outs)
+
+    def _run(self, parts: list[tuple[int, list[int]]], outs: list[torch.Tensor]) -> None:
+        self._count.fill_(count := self._places.take(parts))
+        self.bound()
+        self._places.advance(parts)
+        for out, features in zip(outs, self._features[:count].split([len(own) for _, own in parts]), strict=True):
+            out.copy_(features)
+
+
+class ProgramForward:
+    """The forward pass of a decoder: a call of sequences after a cache is a run of a program.
+
+    Sequences of a batch may be filled up on the left. Everything else goes to the modules: gradients, training, hooks,
+    outputs of hidden states or attentions, a mask or positions of one's own, a module that was replaced. A cache goes
+    on from the same content.
 
     Args:
         decoder: Has ``embed_tokens``, ``layers`` and ``norm``.
@@ -158,26 +216,22 @@ class ProgramForward:
         odd = [name for name, value in named.items() if value is not None and (name, value) not in _INERT]
         if others or odd or inputs_embeds is not None or not config.return_dict:
             raise _Modules(f"called with {', '.join(odd) or 'other arguments'}")
-        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or len(input_ids) != 1:  # noqa: PLR2004  # [B, T]
-            raise _Modules("not one sequence of tokens")
+        _check_tokens(input_ids)
         if past_key_values is None and not (config.use_cache if use_cache is None else use_cache):
             raise _Modules("called without a cache")
-        if input_ids.dtype != torch.int64 or input_ids.device.type != "cpu" or not input_ids.shape[1]:
-            raise _Modules("tokens of another dtype or device")
         with self._lock, outside_inference(), torch.no_grad():
             twin = self._ready()
-            tokens = input_ids[0]
             cache = cache_utils.DynamicCache(config=config) if past_key_values is None else past_key_values
-            slot, length = self._slot(twin, cache, tokens, attention_mask, (position_ids, places))
-            program = self._program(twin, slot, 1 if len(tokens) == 1 else _CHUNK)
+            slot, length = self._slot(twin, cache, input_ids, attention_mask, (position_ids, places))
+            program = self._program(twin, slot, 1 if input_ids.shape[1] == 1 else _CHUNK)
         with torch.no_grad():
             try:
-                features = program(tokens, slot.cache)
+                features = program(input_ids, slot.cache)
             except LifecycleError as error:
                 if slot.cache.length != length:  # changed by another thread meanwhile
                     raise
                 raise _Modules(error.summary) from None
-        return BaseModelOutputWithPast(last_hidden_state=features[None], past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=features, past_key_values=cache)
 
     def _ready(self) -> TransformerDecoder:
         """Return the twin, made and proven at the first call, and again after the model has changed."""
@@ -223,7 +277,7 @@ class ProgramForward:
         self, twin: TransformerDecoder, cache: Any, tokens: torch.Tensor, mask: Any, positions: Any
     ) -> tuple[Slot, int]:
         """Return the slot that has a cache's content and room for the tokens, and its length."""
-        count = len(tokens)
+        batch, count = tokens.shape
         layers = layers_of_cache(cache, twin.config)
         if isinstance(layers, str):
             raise _Modules(layers)
@@ -231,12 +285,14 @@ class ProgramForward:
         slot = next(iter(slots.values())) if len(slots) == 1 else None
         slot = None if slot is not None and slot.decoder is not twin else slot  # another model's, or one that changed
         length = int(layers[0].get_seq_length())
-        if count > 1 and count < _LEAST_PROMPT:
-            raise _Modules(f"a prompt of fewer than {_LEAST_PROMPT} tokens")
-        low, high = (int(item) for item in torch.aminmax(tokens)) if count > 1 else [int(tokens)] * 2
+        low, high = (int(item) for item in torch.aminmax(tokens)) if tokens.numel() > 1 else [int(tokens)] * 2
         if low < 0 or high >= twin.config.vocab_size:
             raise _Modules("a token that is not in the vocabulary")
-        _check_mask(mask, positions, length, count, twin.config.windows)
+        padding = find_padding(mask, positions, length, (batch, count), twin.config.windows)
+        if isinstance(padding, str):
+            raise _Modules(padding)
+        if slot is not None and slot.padding != padding:
+            raise _Modules("a mask or a batch of its own")
         most = twin.config.max_position_embeddings
         if isinstance(layers[0], cache_utils.StaticLayer):
             full = [layer.max_cache_len for layer in layers if not layer.is_sliding]
@@ -244,14 +300,14 @@ class ProgramForward:
         if length + count > most:
             raise _Modules("positions beyond the context")
         if slot is None:
-            slot = self._lent(twin, layers, length, count)
+            slot = self._lent(twin, layers, length, count, padding)
         elif length + count > slot.cache.capacity:
             slot = slot.grown(layers, min(most, 2 * room_for(length + count)))
         if slot.cache.nbytes <= _SPARE_BYTES:
             self._spare = slot
         return slot, length
 
-    def _lent(self, twin: TransformerDecoder, layers: list[Any], length: int, count: int) -> Slot:
+    def _lent(self, twin: TransformerDecoder, layers: list[Any], length: int, count: int, padding: list[int]) -> Slot:
         """Return a slot with the content of layers: the last one, where it is free, or a new one."""
         for layer in layers:
             if slot_of(layer) is not None:
@@ -262,22 +318,28 @@ class ProgramForward:
         for layer, window in zip(layers, windows, strict=True):
             if int(layer.get_seq_length()) != length:
                 raise _Modules("a cache whose layers have different lengths")
-            if problem := content_problem(layer, twin.config, window, length):
+            if problem := content_problem(layer, twin.config, window, length, len(padding)):
                 raise _Modules(f"a cache with {problem}")
         slot, need = self._spare, length + count
-        if slot is None or not slot.is_free or slot.windows != tuple(windows) or slot.cache.capacity < need:
+        if slot is None or not slot.fits(windows, need, padding):
             capacity = min(room_for(need), twin.config.max_position_embeddings)
-            slot = Slot(twin, windows, capacity)
-        slot.lend(layers, length)
+            slot = Slot(twin, windows, capacity, padding)
+        slot.lend(layers, length, padding)
         return slot
 
-    def _program(self, twin: TransformerDecoder, slot: Slot, most: int) -> _Program:
-        if most > 1 and slot.cache.most_places is not None:
+    def _program(self, twin: TransformerDecoder, slot: Slot, most: int) -> Any:
+        if isinstance(slot.cache, PaddedCache):
+            most = _CHUNK
+        elif most > 1 and slot.cache.most_places is not None:
             most = min(most, slot.cache.most_places)
-        found: _Program | None = slot.programs.get(most)
+        found: _Program | _BatchProgram | None = slot.programs.get(most)
         if found is None or not found.bound.is_whole():
             try:
-                found = slot.programs[most] = _Program(twin, slot.cache, most)
+                if isinstance(slot.cache, PaddedCache):
+                    found = _BatchProgram(twin, slot.cache)
+                else:
+                    found = _Program(twin, slot.cache, most)
+                slot.programs[most] = found
             except Q4Error as error:
                 self._twin, self.problem = None, error.summary
                 refuse(_NAME, [item for item in twin.modules() if isinstance(item, Q4Linear)], error.summary)
@@ -298,39 +360,14 @@ def _is_capturing() -> bool:
     return found is not None and found.get() is not None
 
 
-def _check_mask(mask: Any, positions: Any, length: int, count: int, windows: Any) -> None:
-    """Refuse masks and positions other than those of one sequence without gaps."""
-    end = length + count
-    for item in positions:
-        is_next = item is None or (item.numel() == count and int(item.flatten()[0]) == length)
-        if not is_next or (
-            item is not None and count > 1 and not torch.equal(item.flatten(), torch.arange(length, end))
-        ):
-            raise _Modules("positions of its own")
-    masks = mask.values() if isinstance(mask, dict) else [] if mask is None else [mask]
-    for item in masks:
-        if item is not None and not _is_plain(item, length, count, windows):
-            raise _Modules("a mask of its own")
-
-
-def _is_plain(mask: Any, length: int, count: int, windows: Any) -> bool:
-    """Return whether a mask hides nothing but later positions, and those before a window."""
-    if not isinstance(mask, torch.Tensor):
-        return False
-    if mask.dim() == 2:  # noqa: PLR2004  # [B, S]
-        return mask.shape[1] == length + count and bool(mask.all())
-    if mask.dim() != 4 or mask.dtype is not torch.bool or mask.shape[:3] != (1, 1, count):  # noqa: PLR2004  # [B, 1, T, S]
-        return False
-    seen = mask.shape[3]
-    if count == 1:
-        end = min(length + 1, seen)
-        return bool(mask[..., :end].all()) and not bool(mask[..., end:].any())
-    if length:
-        return False
-    past = torch.ones(count, seen, dtype=torch.bool).tril()
-    return any(
-        torch.equal(mask[0, 0], past if window is None else past.triu(1 - window)) for window in {None, *windows}
-    )
+def _check_tokens(tokens: Any) -> None:
+    """Refuse what is no batch of tokens that a program takes."""
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:  # noqa: PLR2004  # [B, T]
+        raise _Modules("no tokens of sequences")
+    if tokens.dtype != torch.int64 or tokens.device.type != "cpu" or not tokens.numel():
+        raise _Modules("tokens of another dtype or device")
+    if len(tokens) > _MOST_SEQUENCES:
+        raise _Modules(f"a batch of more than {_MOST_SEQUENCES} sequences")
 
 
 def _decoders(model: nn.Module) -> Iterator[nn.Module]:

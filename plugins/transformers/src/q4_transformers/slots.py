@@ -20,12 +20,64 @@ if TYPE_CHECKING:
 
     from q4_lm.models.config import TransformerConfig
     from q4_lm.models.transformer import TransformerDecoder
+    from q4_nn.blocks.batch_cache import BatchCache
 
-__all__ = ["Slot", "content_problem", "give_back", "layers_of_cache", "room_for", "slot_of"]
+__all__ = ["PaddedCache", "Slot", "content_problem", "give_back", "layers_of_cache", "room_for", "slot_of"]
 
 _SLOT = "_q4_slot"
 _ROOM = 256
 """Positions by which a cache is larger than it must be; then twice as many."""
+
+
+class PaddedCache:
+    """The keys and values of a batch that ends at one position, with padding before each sequence.
+
+    It has what a slot asks of a ``KVCache``. Padding has no memory, and is 0 where it is read.
+
+    Args:
+        rows: The sequences without their padding.
+        windows: For each layer how many positions it retains, or None.
+    """
+
+    def __init__(self, rows: BatchCache, windows: Sequence[int | None]) -> None:
+        self.rows, self._windows = rows, windows
+        self.padding = [0] * rows.batch
+        self.capacity, self.nbytes = rows.capacity, rows.nbytes
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """Positions, padding included."""
+        return self._length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self._length = value
+        self.rows.lengths[:] = [max(0, value - count) for count in self.padding]
+
+    def clear(self) -> None:
+        """Drop all positions."""
+        self.length = 0
+
+    def seen(self, layer: int) -> torch.Tensor:
+        """Return what ``KVCache.seen`` does: [2, B, heads, S, head_dim]."""
+        window = self._windows[layer]
+        count = self.length if window is None else min(self.length, window - 1)
+        held = [self.rows.of(row, layer) for row in range(self.rows.batch)]
+        found = held[0].new_zeros(2, len(held), held[0].shape[1], count, held[0].shape[3])
+        for row, own in enumerate(held):
+            own = own[:, :, max(0, own.shape[2] - count) :]  # noqa: PLW2901  # its end
+            found[:, row, :, count - own.shape[2] :] = own
+        return found
+
+    def restore(self, layer: int, seen: torch.Tensor, length: int) -> None:
+        """Take what ``seen`` gave at another ``length``, as ``KVCache.restore`` does."""
+        before, self.length = self.length, length
+        for row in range(self.rows.batch):
+            own = self.rows.of(row, layer)
+            count = min(seen.shape[3], own.shape[2])
+            own[:, :, own.shape[2] - count :] = seen[:, row, :, seen.shape[3] - count :]
+        self.length = before
 
 
 class Slot:
@@ -35,32 +87,55 @@ class Slot:
         decoder: The one whose programs run here.
         windows: For each layer how many positions it retains, or None.
         capacity: Positions.
+        padding: Of each sequence, how many of its first positions hold nothing.
     """
 
-    def __init__(self, decoder: TransformerDecoder, windows: Sequence[int | None], capacity: int) -> None:
+    def __init__(
+        self, decoder: TransformerDecoder, windows: Sequence[int | None], capacity: int, padding: Sequence[int] = (0,)
+    ) -> None:
         self.decoder, self.config, self.windows = decoder, decoder.config, tuple(windows)
-        sizes = self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim, capacity
-        self.cache = KVCache(*sizes, windows=windows, device=decoder.device)
+        self.batch = len(padding)
+        self.cache: KVCache | PaddedCache
+        if self.batch == 1 and not any(padding):
+            sizes = self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim, capacity
+            self.cache = KVCache(*sizes, windows=windows, device=decoder.device)
+        else:
+            self.cache = PaddedCache(decoder.make_batch_cache(capacity, self.batch), windows)
+            self.cache.padding[:] = padding
         self.programs: dict[int, Any] = {}
         """Most tokens of a run → the program."""
         self._holders: list[weakref.ref[Any]] = []
+
+    @property
+    def padding(self) -> list[int]:
+        """Of each sequence, how many of its first positions hold nothing."""
+        return self.cache.padding if isinstance(self.cache, PaddedCache) else [0]
 
     @property
     def is_free(self) -> bool:
         """Whether no layer's content is here."""
         return not any(slot_of(layer) is self for ref in self._holders if (layer := ref()) is not None)
 
-    def lend(self, layers: Sequence[Any], length: int) -> None:
+    def fits(self, windows: Sequence[int | None], capacity: int, padding: Sequence[int]) -> bool:
+        """Return whether such a cache may be lent here."""
+        is_alike = self.is_free and self.windows == tuple(windows) and self.cache.capacity >= capacity
+        is_plain = isinstance(self.cache, KVCache)
+        return is_alike and self.batch == len(padding) and is_plain is (len(padding) == 1 and not any(padding))
+
+    def lend(self, layers: Sequence[Any], length: int, padding: Sequence[int]) -> None:
         """Take what layers of transformers hold: ``length`` positions.
 
         Args:
             layers: Of ``layers_of_cache``; their content was checked.
             length: Positions.
+            padding: As for a slot.
         """
+        if isinstance(self.cache, PaddedCache):
+            self.cache.padding[:] = padding
         self.cache.clear()
         for index, layer in enumerate(layers):
             if not layer.is_initialized:
-                empty = self.cache.keys.new_empty(1, self.config.num_key_value_heads, 0, self.config.head_dim)
+                empty = torch.empty(self.batch, self.config.num_key_value_heads, 0, self.config.head_dim)
                 layer.lazy_initialization(empty, empty)
             elif length:
                 seen = torch.stack((layer.keys, layer.values))
@@ -72,7 +147,7 @@ class Slot:
 
     def grown(self, layers: Sequence[Any], capacity: int) -> Slot:
         """Return a slot of more positions with the same content, to which the layers belong from now on."""
-        larger = Slot(self.decoder, self.windows, capacity)
+        larger = Slot(self.decoder, self.windows, capacity, self.padding)
         for index in range(len(self.windows)):
             larger.cache.restore(index, self.cache.seen(index), self.cache.length)
         larger.cache.length = self.cache.length
@@ -128,7 +203,7 @@ def room_for(count: int) -> int:
     return -(-(count + _ROOM) // _ROOM) * _ROOM
 
 
-def content_problem(layer: Any, config: TransformerConfig, window: int | None, length: int) -> str | None:
+def content_problem(layer: Any, config: TransformerConfig, window: int | None, length: int, batch: int) -> str | None:
     """Return why a slot can't take what a layer of transformers holds, or None."""
     if not layer.is_initialized:
         return "layers of different lengths" if length else None
@@ -136,7 +211,7 @@ def content_problem(layer: Any, config: TransformerConfig, window: int | None, l
         count = layer.max_cache_len
     else:
         count = min(length, window - 1) if layer.is_sliding and window is not None else length
-    shape = (1, config.num_key_value_heads, count, config.head_dim)
+    shape = (batch, config.num_key_value_heads, count, config.head_dim)
     for held in (layer.keys, layer.values):
         facts = tuple(held.shape), held.dtype, held.device.type
         if (held.numel() or length) and facts != (shape, torch.float32, "cpu"):
