@@ -107,20 +107,43 @@ struct Finish {
     int64_t count;  // rows of the tile that exist
 };
 
-// Some queries to one head of keys and values: softmax(scale · query · keysᵀ) · values, each over keys of its own.
-struct Queries {
-    static constexpr int kMost = 12;
+constexpr int64_t kTileKeys = 32;  // keys or values that stay near for all queries
+
+// Keys or values of one head.
+struct Cache {
+    const void* data;
+    int64_t stride;
+};
+
+// Some queries to one head of keys and values: softmax(scale · query · keysᵀ) · values, each over keys of its own, block by block.
+// A state is what some blocks of a query's keys give: the largest score, the sum of exp(score - largest), and from kHead on the
+// values times these weights, [padded(columns)].
+struct Attention {
+    static constexpr int kMost = 48;
+    static constexpr int64_t kBlock = 256, kHead = 16;
+    static constexpr int64_t kApart = 64;  // the first keys of two queries, at most
+    static constexpr int64_t kRoom = kBlock + kApart + 48;  // of the scores of a query, written by whole tiles
     struct One {
         const float* query;
-        float* out;
-        float* scores;       // [end - first]
+        float* state;        // written
         int64_t first, end;  // its keys
+    };
+    struct Scratch {
+        float* scores;      // [queries, kRoom]
+        float* states;      // [queries, state_size]
+        float* queries;     // [queries, padded]
+        float *tile, *transposed;  // [kTileKeys, padded]
     };
     int count = 0;
     One each[kMost];
-    const float *keys, *values;
-    int64_t key_stride, value_stride, columns;
+    Cache keys, values;
+    int64_t columns, from, to;  // blocks
     float scale;
+    Scratch scratch;
+
+    static int64_t padded(int64_t columns) { return ceil_div(columns, 16) * 16; }
+    static int64_t state_size(int64_t columns) { return kHead + padded(columns); }
+    static int64_t blocks(int64_t keys) { return ceil_div(keys, kBlock); }
 };
 
 // A vector of an operation of spiking networks: one number, or one for each column.
@@ -160,7 +183,10 @@ struct Operations {
     void (*combine)(bool is_sum, const float* a, const float* b, float* y, int64_t count);
     void (*affine)(const float* x, float factor, float addend, float* y, int64_t count);
     void (*softmax)(const float* x, float* y, int64_t count);
-    void (*attend)(const Queries&);
+    void (*attend)(const Attention&);
+    // Join the state of a query's next block to that of those before; y = the values of a state, divided by its sum.
+    void (*join)(const float* next, float* state, int64_t columns);
+    void (*conclude)(const float* state, int64_t columns, float* y);
     // The k largest, falling, equals by column, NaN above all; `values` may be NULL where k is 1.
     void (*largest)(const float* x, int64_t count, int64_t k, float* values, int64_t* columns);
     // x = beta · x + gain · i + leak, each rounded; `gain` and `leak` may have no data.

@@ -210,31 +210,118 @@ void q4_program::linear(q4::Linear& l, int me, int team) {
     }
 }
 
-// Queries of one head of keys are taken together. Those of one token are divided as rows are, those of several by turns: the later
-// a token, the more keys it sees.
+q4::Attention q4_program::attention_of(const q4_step& s, int64_t columns, int me) {
+    using namespace q4;
+    Attention a;
+    a.columns = columns, a.scale = static_cast<float>(s.numbers[s.op == Q4_ATTENTION ? 1 : 2]);
+    a.scratch = threads_memory_[static_cast<size_t>(me)].attention;
+    return a;
+}
+
+// All blocks of rows that are taken together; query(i) returns the row's numbers, where its result goes, and its keys.
+template <class Query> void q4_program::attend_rows(q4::Attention& a, int64_t from, int64_t to, int me, const Query& query) {
+    using namespace q4;
+    const int64_t size = Attention::state_size(a.columns);
+    float *states = threads_memory_[static_cast<size_t>(me)].states, *out[Attention::kMost];
+    a.count = 0, a.from = 0, a.to = 1;
+    for (int64_t i = from; i < to; ++i) {
+        const auto [x, y, first, end] = query(i);
+        out[a.count] = y, a.each[a.count] = {x, states + a.count * size, first, end};
+        ++a.count, a.to = std::max(a.to, Attention::blocks(end - first));
+    }
+    do_.attend(a);
+    for (int n = 0; n < a.count; ++n) do_.conclude(a.each[n].state, a.columns, out[n]);
+}
+
+namespace q4 {
+namespace {
+
+struct Query {
+    const float* x;
+    float* y;
+    int64_t first, end;
+};
+
+// The end of the rows from `from` on, of `most` and up to `last`, whose keys are taken together: span(i) is the first one and behind
+// the last one. Where `meet`, all of them have a key in common.
+template <class SpanOf> int64_t together(int64_t from, int64_t last, int64_t most, bool meet, const SpanOf& span) {
+    auto [first, end] = span(from);
+    int64_t low = first, to = from + 1;
+    for (; to < std::min(last, from + most); ++to) {
+        const Range next = span(to);
+        low = std::min(low, next.from), first = std::max(first, next.from), end = std::min(end, next.to);
+        if (first - low > Attention::kApart || (meet && first >= end)) break;
+    }
+    return to;
+}
+
+// Of so many rows that a team shares, how many to take together: some parts for each thread, of whole tokens.
+int64_t most_together(int64_t rows, int64_t shares, int team) {
+    const int64_t part = team == 1 ? Attention::kMost : std::clamp<int64_t>(rows / (4 * team), 12, Attention::kMost);
+    return std::max<int64_t>(1, part / shares) * std::min<int64_t>(shares, Attention::kMost);
+}
+
+}  // namespace
+}  // namespace q4
+
+// Queries of one head of keys are taken together. Those of several tokens are divided by turns: the later a token, the more keys it
+// sees.
 void q4_program::attend(const q4::Bound& b, const q4_step& s, int me, int team) {
     using namespace q4;
     const q4_view &x = s.inputs[0], &keys = s.inputs[1], &values = s.inputs[2];
     const auto kv_heads = static_cast<int64_t>(s.numbers[0]), window = static_cast<int64_t>(s.numbers[2]);
     const int64_t tokens = tokens_of(s), heads = x.rows / tokens, shares = heads / kv_heads, each = tokens * shares;
-    const int64_t room = ceil_div(b.range, 16) * 16;
-    const Range own = tokens == 1 ? part_of(x.rows, me, team) : Range{0, x.rows};
-    int64_t turn = 0;
-    for (int64_t from = own.from, to; from < own.to; from = to) {
-        const int64_t head = from / each;
-        to = std::min({own.to, from + Queries::kMost, (head + 1) * each});
-        if (tokens > 1 && turn++ % team != me) continue;
-        Queries q;
-        q.keys = row<const float>(keys, head * b.range), q.values = row<const float>(values, head * b.range);
-        q.key_stride = keys.stride, q.value_stride = values.stride, q.columns = x.columns, q.scale = static_cast<float>(s.numbers[1]);
-        for (int64_t i = from; i < to; ++i) {
-            const int64_t token = i % each / shares, r = token * heads + head * shares + i % shares, end = b.indices[token] + 1;
-            q.each[q.count] = {row<const float>(x, r), row<float>(s.outputs[0], r),
-                               threads_memory_[static_cast<size_t>(me)].scores + q.count * room,
-                               window ? std::max<int64_t>(0, end - window) : 0, end};
-            ++q.count;
+    Attention a = attention_of(s, x.columns, me);
+    const auto span = [&](int64_t i) {
+        const int64_t end = b.indices[i % each / shares] + 1;
+        return Range{window ? std::max<int64_t>(0, end - window) : 0, end};
+    };
+    const auto query = [&](int64_t i) {
+        const int64_t r = i % each / shares * heads + i / each * shares + i % shares;
+        return Query{row<const float>(x, r), row<float>(s.outputs[0], r), span(i).from, span(i).to};
+    };
+    const auto take_head = [&](int64_t head) {
+        a.keys = {row<const float>(keys, head * b.range), keys.stride};
+        a.values = {row<const float>(values, head * b.range), values.stride};
+    };
+    const Range seen = span(0);
+    const int64_t blocks = Attention::blocks(seen.to - seen.from);
+    if (tokens > 1 || team == 1 || blocks == 1) {
+        const Range own = tokens == 1 ? part_of(x.rows, me, team) : Range{0, x.rows};
+        const int64_t most = tokens == 1 ? Attention::kMost : most_together(x.rows, shares, team);
+        int64_t turn = 0;
+        for (int64_t from = own.from, to; from < own.to; from = to) {
+            to = together(from, std::min(own.to, (from / each + 1) * each), most, false, span);
+            if (tokens > 1 && turn++ % team != me) continue;
+            take_head(from / each);
+            attend_rows(a, from, to, me, query);
         }
-        do_.attend(q);
+        return;
+    }
+    // Of one token, blocks of keys are shared: each is read by one thread, for all queries of its head.
+    const int64_t size = Attention::state_size(a.columns), total = kv_heads * (seen.to - seen.from);
+    const auto state = [&](int64_t r, int64_t block) { return states_ + (r * Attention::blocks(b.range) + block) * size; };
+    for (int64_t head = 0, before = 0; head < kv_heads; ++head)
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t count = std::min(Attention::kBlock, seen.to - seen.from - block * Attention::kBlock);
+            const int64_t owner = (before + count / 2) * team / total;
+            before += count;
+            if (owner != me) continue;
+            take_head(head);
+            a.from = block, a.to = block + 1;
+            for (int64_t i = 0; i < shares; i += a.count) {
+                for (a.count = 0; a.count < Attention::kMost && i + a.count < shares; ++a.count) {
+                    const int64_t r = head * shares + i + a.count;
+                    a.each[a.count] = {row<const float>(x, r), state(r, block), seen.from, seen.to};
+                }
+                do_.attend(a);
+            }
+        }
+    barrier_.wait(me, team);
+    const Range own = part_of(x.rows, me, team);
+    for (int64_t r = own.from; r < own.to; ++r) {
+        for (int64_t block = 1; block < blocks; ++block) do_.join(state(r, block), state(r, 0), a.columns);
+        do_.conclude(state(r, 0), a.columns, row<float>(s.outputs[0], r));
     }
 }
 
@@ -243,27 +330,21 @@ void q4_program::attend_spans(const q4::Bound& b, const q4_step& s, int me, int 
     using namespace q4;
     const q4_view &x = s.inputs[0], &keys = s.inputs[1], &values = s.inputs[2];
     const auto heads = static_cast<int64_t>(s.numbers[0]), kv_heads = static_cast<int64_t>(s.numbers[1]);
-    const int64_t shares = heads / kv_heads, columns = x.columns / heads, count = x.rows * shares, room = ceil_div(keys.rows, 16) * 16;
+    const int64_t shares = heads / kv_heads, columns = x.columns / heads, count = x.rows * shares;
+    Attention a = attention_of(s, columns, me);
+    const auto span = [&](int64_t i) { return Range{b.indices[i / shares * 2], b.indices[i / shares * 2 + 1]}; };
+    const int64_t most = most_together(count * kv_heads, shares, team);
     int64_t turn = 0;
     for (int64_t head = 0; head < kv_heads; ++head) {
+        a.keys = {row<const float>(keys, 0) + head * columns, keys.stride};
+        a.values = {row<const float>(values, 0) + head * columns, values.stride};
         for (int64_t from = 0, to; from < count; from = to) {
-            int64_t first = 0, last = keys.rows;  // what all of them see
-            for (to = from; to < count && to - from < Queries::kMost; ++to) {
-                const int64_t* span = b.indices + to / shares * 2;
-                first = std::max(first, span[0]), last = std::min(last, span[1]);
-                if (first >= last) break;
-            }
+            to = together(from, count, most, true, span);
             if (turn++ % team != me) continue;
-            Queries q;
-            q.keys = row<const float>(keys, 0) + head * columns, q.values = row<const float>(values, 0) + head * columns;
-            q.key_stride = keys.stride, q.value_stride = values.stride, q.columns = columns, q.scale = static_cast<float>(s.numbers[2]);
-            for (int64_t i = from; i < to; ++i) {
+            attend_rows(a, from, to, me, [&](int64_t i) {
                 const int64_t r = i / shares, place = (head * shares + i % shares) * columns;
-                q.each[q.count] = {row<const float>(x, r) + place, row<float>(s.outputs[0], r) + place,
-                                   threads_memory_[static_cast<size_t>(me)].scores + q.count * room, b.indices[2 * r], b.indices[2 * r + 1]};
-                ++q.count;
-            }
-            do_.attend(q);
+                return Query{row<const float>(x, r) + place, row<float>(s.outputs[0], r) + place, span(i).from, span(i).to};
+            });
         }
     }
 }

@@ -116,7 +116,9 @@ struct Bound {
 struct Thread {
     uint8_t *rows, *exact;  // one row of x
     Panel* panel;
-    float *sums, *scores;
+    float* sums;
+    Attention::Scratch attention;
+    float* states;  // of as many queries as are taken together
     Spike* spikes;
     uint8_t odd = 0, exact_odd = 0;
 };
@@ -147,6 +149,9 @@ struct q4_program {
     q4::Range part_of_columns(int64_t columns, int me, int team) const;
     void linear(q4::Linear& l, int me, int team);
     void attend(const q4::Bound& b, const q4_step& s, int me, int team);
+    void attend_token(const q4::Bound& b, const q4_step& s, q4::Attention& a, int64_t first, int64_t end, int me, int team);
+    q4::Attention attention_of(const q4_step& s, int64_t columns, int me);
+    template <class Query> void attend_rows(q4::Attention& a, int64_t from, int64_t to, int me, const Query& query);
     void attend_spans(const q4::Bound& b, const q4_step& s, int me, int team);
     void mean_spans(const q4::Bound& b, const q4_step& s, q4::Range columns);
     void resize(int64_t tokens);
@@ -170,6 +175,7 @@ struct q4_program {
     std::vector<q4::Panel> panels_;
     std::vector<q4::Thread> threads_memory_;
     uint8_t *rows_ = nullptr, *odd_ = nullptr;  // of products of several rows
+    float* states_ = nullptr;                   // of attention: of each query of a token, of each block of its keys
     q4::Barrier barrier_;
     const q4_turns* turns_ = nullptr;  // of a run
     int64_t rounds_ = 0, done_ = 0;    // of a run, and of them

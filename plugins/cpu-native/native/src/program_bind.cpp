@@ -124,13 +124,17 @@ std::vector<q4::Access> q4_program::accesses(const q4::Bound& b, int64_t round) 
         const bool is_beside = i > 0 && s.op != Q4_ADD && s.op != Q4_MULTIPLY;
         const bool is_norm = s.op == Q4_RMS_NORM || s.op == Q4_LAYER_NORM;
         // All bits are read by each thread; vectors are never written; everything else of neurons is each thread's own.
-        const bool is_spread = (s.op == Q4_ATTENTION && tokens_of(s) > 1) || s.op == Q4_ATTEND_SPANS;  // tokens by turns
+        const bool is_spread = s.op == Q4_ATTENTION || s.op == Q4_ATTEND_SPANS;  // by tokens or by blocks of keys
         const bool is_whole = is_spiking(s.op) ? s.op == Q4_SPIKES || (s.op == Q4_SEND && i == 0)
                                                : is_product || is_beside || is_spread || (is_norm && b.split == Split::COLUMNS);
         add(s.inputs[i], input_bytes(s, i), false, is_whole, ring_use(s, true, i));
     }
     for (int i = 0; i < s.output_count; ++i)
         add(s.outputs[i], output_bytes(s, i), true, s.op == Q4_STORE || s.op == Q4_ARGMAX || s.op == Q4_ATTEND_SPANS || (s.op == Q4_ATTENTION && tokens_of(s) > 1), ring_use(s, false, i));
+    if (s.op == Q4_ATTENTION) {  // states of blocks, which stand for another byte
+        const q4_view states{const_cast<Line*>(memory_.data())->bytes + 1, 1, 1, 1};
+        add(states, 1, true, true);
+    }
     if (b.linear && b.linear->is_shared) {  // the rows as laid out, which stand for one byte here
         const q4_view rows{const_cast<Line*>(memory_.data()), 1, 1, 1};
         add(rows, 1, !b.linear->has_layout, true);
@@ -189,12 +193,18 @@ void q4_program::assign_splits() {
 void q4_program::take_memory() {
     using namespace q4;
     const auto lines = [](int64_t bytes) { return ceil_div(bytes, 64); };
-    int64_t spikes = 0, shared = 0, odd = 0, rows = 0, exact = 0, sums = 0, scores = 0, indices = 0, numbers = 1;
+    int64_t spikes = 0, shared = 0, odd = 0, rows = 0, exact = 0, sums = 0, queries = 0, padded = 0, states = 0, indices = 0, numbers = 1;
     bool has_panels = false;
     for (const Bound& b : bound_) {
         const q4_step& s = b.step;
-        if (s.op == Q4_ATTENTION) scores = std::max(scores, lines(s.inputs[1].rows / static_cast<int64_t>(s.numbers[0]) * 4) * std::min<int64_t>(Queries::kMost, s.inputs[0].rows));
-        if (s.op == Q4_ATTEND_SPANS) scores = std::max(scores, lines(s.inputs[1].rows * 4) * Queries::kMost);
+        if (s.op == Q4_ATTENTION || s.op == Q4_ATTEND_SPANS) {
+            const bool is_spans = s.op == Q4_ATTEND_SPANS;
+            const int64_t heads = is_spans ? static_cast<int64_t>(s.numbers[0]) : 1, columns = s.inputs[0].columns / heads;
+            queries = std::max(queries, std::min<int64_t>(Attention::kMost, s.inputs[0].rows * heads));
+            padded = std::max(padded, Attention::padded(columns));
+            const int64_t blocks = is_spans ? 0 : Attention::blocks(s.inputs[1].rows / static_cast<int64_t>(s.numbers[0]));
+            if (blocks > 1 && threads_ > 1) states = std::max(states, lines(s.inputs[0].rows / tokens_of(s) * blocks * Attention::state_size(columns) * 4));
+        }
         const Indices at(s);
         if (at.input >= 0) indices += s.inputs[at.input].columns;
         if (s.op == Q4_SPIKES) spikes = std::max(spikes, lines(b.sender->layer.matrix.columns * static_cast<int64_t>(sizeof(Spike))));
@@ -211,8 +221,10 @@ void q4_program::take_memory() {
         has_panels = true;
         sums = std::max(sums, l.batch);
     }
-    const int64_t each = rows + exact + sums + scores + spikes + 1;  // a line between two threads
-    memory_ = std::vector<Line>(static_cast<size_t>(shared + odd + each * threads_ + 1));
+    const int64_t state = lines(Attention::state_size(padded) * 4), whole = lines(padded * 4), tile = kTileKeys * whole;
+    const int64_t attention = queries ? queries * (lines(Attention::kRoom * 4) + 2 * state + whole) + 2 * tile : 0;
+    const int64_t each = rows + exact + sums + attention + spikes + 1;  // a line between two threads
+    memory_ = std::vector<Line>(static_cast<size_t>(shared + odd + states + each * threads_ + 1));
     if (has_panels) panels_.resize(static_cast<size_t>(threads_));
     Line* next = memory_.data();
     const auto take = [&](int64_t count) {
@@ -220,11 +232,18 @@ void q4_program::take_memory() {
         next += count;
         return place;
     };
-    rows_ = take(shared), odd_ = take(odd);
+    const auto take_floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count)); };
+    rows_ = take(shared), odd_ = take(odd), states_ = take_floats(states);
     for (int i = 0; i < threads_; ++i) {
         Thread t{};
         t.rows = take(rows), t.exact = take(exact);
-        t.sums = reinterpret_cast<float*>(take(sums)), t.scores = reinterpret_cast<float*>(take(scores + 1));
+        t.sums = take_floats(sums);
+        if (queries) {
+            t.attention.scores = take_floats(queries * lines(Attention::kRoom * 4)), t.attention.states = take_floats(queries * state);
+            t.attention.queries = take_floats(queries * whole), t.states = take_floats(queries * state);
+            t.attention.tile = take_floats(tile), t.attention.transposed = take_floats(tile);
+        }
+        take(1);
         t.spikes = reinterpret_cast<Spike*>(take(spikes));
         t.panel = has_panels ? &panels_[static_cast<size_t>(i)] : nullptr;
         threads_memory_.push_back(t);

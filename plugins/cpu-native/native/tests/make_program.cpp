@@ -175,18 +175,19 @@ class Maker {
         }
         case Q4_ATTENTION: {
             const int64_t kv_heads = r_.between(1, 3), shares = r_.between(1, 3), columns = r_.chance(0.5) ? 64 : r_.between(1, 90);
-            const int64_t capacity = r_.chance(0.2) ? r_.between(20, 90) : r_.between(1, 20);
+            const int64_t capacity = r_.chance(0.1) ? r_.between(200, 1100) : r_.chance(0.2) ? r_.between(20, 90) : r_.between(1, 20);
             const int64_t count = r_.chance(0.1) ? r_.between(7, 30) : tokens(6);
             s.inputs[0] = input(count * kv_heads * shares, columns);
             with(input(kv_heads * capacity, columns)), with(fresh(kv_heads * capacity, columns));
             index(capacity, count);
-            number(static_cast<double>(kv_heads)), number(r_.uniform() * 0.3), number(r_.chance(0.5) ? 0.0 : static_cast<double>(r_.between(1, 30)));
+            number(static_cast<double>(kv_heads)), number(r_.uniform() * 0.3), number(r_.chance(0.5) ? 0.0 : static_cast<double>(r_.between(1, r_.chance(0.3) ? 700 : 30)));
             gives(count * kv_heads * shares, columns);
             break;
         }
         case Q4_ATTEND_SPANS: {
             const int64_t kv_heads = r_.between(1, 3), shares = r_.between(1, 3), columns = r_.chance(0.5) ? 64 : r_.between(1, 90);
-            const int64_t rows = r_.chance(0.1) ? r_.between(13, 40) : r_.between(1, 9), seen = r_.chance(0.2) ? r_.between(20, 90) : r_.between(1, 20);
+            const int64_t rows = r_.chance(0.1) ? r_.between(13, 40) : r_.between(1, 9);
+            const int64_t seen = r_.chance(0.1) ? r_.between(200, 1100) : r_.chance(0.2) ? r_.between(20, 90) : r_.between(1, 20);
             s.inputs[0] = input(rows, kv_heads * shares * columns);
             with(input(seen, kv_heads * columns)), with(fresh(seen, kv_heads * columns));
             step.index_input = 3, with(spans(rows, seen));

@@ -233,6 +233,30 @@ int64_t place_of(const q4_step& s, int64_t r) {
     return r % heads * (s.outputs[0].rows / heads) + static_cast<const int64_t*>(s.inputs[1].data)[r / heads];
 }
 
+// Whether rows of a token have other bits alone, by one thread or by two: nothing may depend on what is
+// computed next to it, however keys and queries are shared.
+std::string check_alone(const Step& step, int32_t isa) {
+    const q4_step& s = step.step;
+    const bool is_spans = s.op == Q4_ATTEND_SPANS;
+    const int64_t count = is_spans ? s.inputs[0].rows : s.inputs[3].columns, each = s.inputs[0].rows / count, width = s.outputs[0].columns;
+    std::vector<float> alone(static_cast<size_t>(each * width));
+    for (int64_t i = 0; i < count; ++i)
+        for (int threads = 1; threads < 3; ++threads) {
+            Step one = step;
+            q4_step& own = one.step;
+            own.inputs[0].data = static_cast<float*>(s.inputs[0].data) + i * each * s.inputs[0].stride, own.inputs[0].rows = each;
+            own.inputs[3].data = static_cast<int64_t*>(s.inputs[3].data) + (is_spans ? 2 * i : i), own.inputs[3].columns = is_spans ? 2 : 1;
+            own.outputs[0] = {alone.data(), each, width, width};
+            const std::string wrong = run_program({one}, isa, threads);
+            if (!wrong.empty()) return wrong + " (alone)";
+            for (int64_t r = 0; r < each; ++r)
+                if (std::memcmp(alone.data() + r * width, static_cast<const float*>(s.outputs[0].data) + (i * each + r) * s.outputs[0].stride,
+                                static_cast<size_t>(width) * 4) != 0)
+                    return "operation " + std::to_string(s.op) + ": other bits of token " + std::to_string(i) + " alone, by " + std::to_string(threads) + " threads";
+        }
+    return {};
+}
+
 // Run one step and compare what it gives with the reference.
 std::string check_step(const Step& step, int32_t isa, const std::vector<Buffer>& buffers) {
     const q4_step& s = step.step;
@@ -292,6 +316,10 @@ std::string check_step(const Step& step, int32_t isa, const std::vector<Buffer>&
                                   : got[c] == wanted || std::fabs(got[c] - wanted) <= error || std::fabs(wanted) > 3e38;
             if (!is_right) return tell(s, static_cast<int64_t>(r), c, got[c], wanted, error);
         }
+    }
+    if (s.op == Q4_ATTENTION || s.op == Q4_ATTEND_SPANS) {
+        const std::string other = check_alone(step, isa);
+        if (!other.empty()) return other;
     }
     // Nothing else may have changed: put what may have back, and compare.
     std::vector<std::vector<uint8_t>> after;
