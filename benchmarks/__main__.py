@@ -1,7 +1,7 @@
 """Command that runs every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
-[waiting] [embeddings] [encoders] [actors] [scaling] [microcircuit] [spikes] [snn] [transformers]``.
+[waiting] [embeddings] [encoders] [batches] [actors] [scaling] [microcircuit] [spikes] [snn] [transformers]``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks import (
     actors,
+    batches,
     certify,
     cpu,
     embeddings,
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "waiting": waiting.main,
     "embeddings": embeddings.main,
     "encoders": encoders.main,
+    "batches": batches.main,
     "actors": actors.main,
     "scaling": scaling.main,
     "microcircuit": microcircuit.main,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["IkLlamaModel", "LlamaModel"]
+__all__ = ["IkLlamaModel", "LlamaBatch", "LlamaModel"]
 
 
 class LlamaModel:
@@ -37,9 +37,13 @@ class LlamaModel:
         self._model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
         parameters = library.llama_context_default_params()
         parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = context
+        self._ask(parameters)
         self._context = library.llama_init_from_model(self._model, parameters)
         self._place = 0
         self._words = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
+
+    def _ask(self, parameters: Any) -> None:
+        """Set further parameters of the context."""
 
     def _silence(self) -> object:
         """Discard the library's log; returns what must live as long as the library."""
@@ -85,6 +89,59 @@ class LlamaModel:
         for _ in range(steps):
             token = int(self._step([token]).argmax())
         return prefilled - started, time.perf_counter() - prefilled
+
+
+class LlamaBatch(LlamaModel):
+    """One model with one context for several sequences, each of which has a part of its own.
+
+    Args:
+        path: The GGUF file.
+        context: Tokens of room of each sequence.
+        batch: Sequences.
+    """
+
+    def __init__(self, path: Path, context: int, batch: int) -> None:
+        self.batch = batch
+        super().__init__(path, context * batch)
+        self._tokens = self._library.llama_batch_init(context * batch, 0, 1)
+
+    def _ask(self, parameters: Any) -> None:
+        parameters.n_seq_max, parameters.kv_unified = self.batch, False
+        parameters.n_ubatch = min(parameters.n_ubatch, 512)  # its own default
+
+    def rows(self, rows: Sequence[Sequence[int]], start: int) -> np.ndarray[Any, Any]:
+        """Run the model over tokens of each sequence from a position on; return the logits of the last ones."""
+        given, at = self._tokens, 0
+        ends = []
+        for sequence, tokens in enumerate(rows):
+            for position, token in enumerate(tokens, start):
+                given.token[at], given.pos[at], given.n_seq_id[at] = token, position, 1
+                given.seq_id[at][0], given.logits[at] = sequence, position == start + len(tokens) - 1
+                at += 1
+            ends.append(at - 1)
+        given.n_tokens = at
+        if self._library.llama_decode(self._context, given):
+            raise SystemExit(f"{self._module} could not decode")
+        found = (self._library.llama_get_logits_ith(self._context, end) for end in ends)
+        return np.stack([np.ctypeslib.as_array(one, shape=(self._words,)) for one in found])
+
+    def run(self, prompts: Sequence[Sequence[int]], steps: int, threads: int) -> tuple[float, float]:
+        """Return the seconds of prompts of one length, and those of some greedy steps of all after the first tokens."""
+        self._set_threads(threads)
+        self._clear()
+        started = time.perf_counter()
+        tokens = self.rows(prompts, 0).argmax(1).tolist()
+        prefilled = time.perf_counter()
+        for step in range(steps):
+            tokens = self.rows([[token] for token in tokens], len(prompts[0]) + step).argmax(1).tolist()
+        return prefilled - started, time.perf_counter() - prefilled
+
+    def close(self) -> None:
+        """Release the model and its context."""
+        library = self._library
+        library.llama_batch_free(self._tokens)
+        library.llama_free(self._context)
+        library.llama_model_free(self._model)
 
 
 class IkLlamaModel(LlamaModel):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import generate, opening, precision, record, waiting
+from benchmarks import batches, generate, opening, precision, record, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +39,17 @@ def test_generate(run: Callable[..., dict[str, Any]], monkeypatch: pytest.Monkey
         monkeypatch.setattr(generate, name, value)
     result = run(generate)
     assert all(own["decode"]["median"] > 0 for programs in result["threads"].values() for own in programs.values())
+
+
+def test_batches(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens per second of each batch, and a verdict for each that is judged."""
+    for name, value in (("PROMPT", 16), ("STEPS", 4), ("_LEAST_COSINE", -1.0)):  # random weights agree with nothing
+        monkeypatch.setattr(batches, name, value)
+    result = run(batches)
+    for own in result["threads"].values():
+        assert [*own] == ["1", "4", "16"]
+        assert all(kinds["decode"]["median"] > 0 for programs in own.values() for kinds in programs.values())
+    assert len(result["verdicts"]) == 8
 
 
 def test_precision(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
