@@ -1,7 +1,7 @@
 """Command that runs every benchmark, or those named, with options last.
 
-There are: ``python -m benchmarks [overhead] [cpu] [generate] [opening] [threads] [memory] [precision] [certify]
-[waiting] [embeddings] [encoders] [batches] [actors] [scaling] [microcircuit] [spikes] [snn] [transformers]``.
+There are: ``python -m benchmarks [overhead] [cpu] [generate] [contexts] [opening] [threads] [memory] [precision]
+[certify] [waiting] [embeddings] [encoders] [batches] [actors] [scaling] [microcircuit] [spikes] [snn] [transformers]``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from benchmarks import (
     actors,
     batches,
     certify,
+    contexts,
     cpu,
     embeddings,
     encoders,
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "overhead": overhead.main,
     "cpu": cpu.main,
     "generate": generate.main,
+    "contexts": contexts.main,
     "opening": opening.main,
     "threads": threads.main,
     "memory": memory.main,

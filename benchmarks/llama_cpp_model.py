@@ -22,6 +22,8 @@ class LlamaModel:
     Args:
         path: The GGUF file.
         context: Tokens of room.
+        batch: Tokens of a prompt that it takes at once. Defaults to all.
+        has_flash_attention: Whether it must attend by blocks of keys. Defaults to its own choice.
 
     Raises:
         ModuleNotFoundError: llama-cpp-python is not installed.
@@ -29,14 +31,19 @@ class LlamaModel:
 
     _module = "llama_cpp"
 
-    def __init__(self, path: Path, context: int) -> None:
+    def __init__(
+        self, path: Path, context: int, *, batch: int | None = None, has_flash_attention: bool = False
+    ) -> None:
         self._library: Any = importlib.import_module(self._module)
         library = self._library
         self._log = self._silence()
         library.llama_backend_init()
         self._model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
         parameters = library.llama_context_default_params()
-        parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = context
+        parameters.n_ctx = context
+        parameters.n_batch = parameters.n_ubatch = self._most = batch or context
+        if has_flash_attention:
+            parameters.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self._ask(parameters)
         self._context = library.llama_init_from_model(self._model, parameters)
         self._place = 0
@@ -60,8 +67,9 @@ class LlamaModel:
 
     def _step(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         """Run the model over tokens and return the logits of the last one."""
-        if self._library.llama_decode(self._context, self._batch(tokens)):
-            raise SystemExit(f"{self._module} could not decode")
+        for first in range(0, len(tokens), self._most):
+            if self._library.llama_decode(self._context, self._batch(tokens[first : first + self._most])):
+                raise SystemExit(f"{self._module} could not decode")
         logits = self._library.llama_get_logits_ith(self._context, -1)
         row: np.ndarray[Any, Any] = np.ctypeslib.as_array(logits, shape=(self._words,))
         return row

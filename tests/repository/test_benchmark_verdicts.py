@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import q4core as q4
-from benchmarks import generate, weights
+from benchmarks import contexts, generate, weights
 from benchmarks.cpu import report, rounds, verdicts
 from benchmarks.verdict import CALL_TARGETS_US, Verdict, lines
 from tests.support.benchmark_results import decode_stage, prefill_stage, stage_of
@@ -213,3 +213,24 @@ def test_generation_is_judged_against_llama_cpp() -> None:
     judged = generate.judge({"model": "gemma3", "threads": {"2": both}})
     assert [one.word for one in judged] == ["met"] * 4 + ["MISSED"]
     assert judged[-1].against == generate.IK_LLAMA
+
+
+def test_contexts_are_judged_against_llama_cpp() -> None:
+    """Decode, the prompt and the cache's memory have their own targets; what has no peer is not measured."""
+
+    def context(decode: float, prefill: float, share: float) -> dict[str, Any]:
+        rates = {"decode": {"median": decode}, "prefill": {"median": prefill}}
+        programs = dict.fromkeys(contexts.OURS, rates)
+        peer = {generate.LLAMA: {kind: {"median": 100.0} for kind in rates}}
+        return {"threads": {"2": programs | peer}, "cache_bytes_over_numbers": dict.fromkeys(contexts.OURS, share)}
+
+    def words(own: dict[str, Any]) -> list[str]:
+        return [one.word for one in contexts.judge({"contexts": {"512": own}})]
+
+    count = len(contexts.OURS)
+    assert words(context(175.0, 250.0, 1.0)) == ["met"] * 3 * count
+    assert words(context(174.0, 250.0, 1.0)) == ["MISSED", "met"] * count + ["met"] * count
+    assert words(context(175.0, 249.0, 1.03)) == ["met", "MISSED"] * count + ["MISSED"] * count
+    alone = context(175.0, 250.0, 1.0)
+    del alone["threads"]["2"][generate.LLAMA]
+    assert words(alone) == ["not measured"] * 2 * count + ["met"] * count
