@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PROMPT, STEPS = 128, 48
 BATCHES = (1, 4, 16)
-ROUNDS, QUICK_ROUNDS = 6, 1
+ROUNDS, QUICK_ROUNDS = 4, 1
 DEFAULT, INT8, LLAMA = "q4core, int16 (default)", "q4core, int8", "llama.cpp"
 ALONE = {4: 2.5, 16: 6.0}
 """Batch → the times of batch 1's tokens per second that are aimed at."""

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 CONTEXTS, STEPS = (512, 2048, 8192), 32
 QUICK_CONTEXTS, QUICK_STEPS = (128, 320), 4
-ROUNDS, QUICK_ROUNDS = 5, 1
+ROUNDS, QUICK_ROUNDS, LONG = 5, 1, 4096
+"""Rounds of each context, after one that is not counted; one alone from that context on, of minutes each."""
 BATCH = 512
 """Tokens of a prompt that llama.cpp takes at once: its default."""
 DECODE, PREFILL, MEMORY = 1.75, 2.5, 1.02
@@ -63,11 +64,12 @@ def _sample(
     before = torch.get_num_threads()
     rates: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in runs}
     order = random.Random(0)  # noqa: S311  # an order, no secret
-    for index in range(rounds + 1):
+    warming = 0 if prompt >= LONG else 1
+    for index in range(rounds + 1 if warming else 1):
         for name, run in order.sample(sorted(runs.items()), len(runs)):
             time.sleep(_PARK_SECONDS)  # until the other's workers sleep
             prefill, decode = run(threads)
-            if index:
+            if index >= warming:
                 rates[name]["prefill"].append(prompt / prefill)
                 rates[name]["decode"].append(steps / decode)
     torch.set_num_threads(before)
