@@ -205,7 +205,6 @@ class _Trial:
             else (torch.empty_like if index in self._caches else torch.zeros_like)(tensor)  # zeros take all the memory
             for index, (item, tensor) in enumerate(zip(self.program.buffers, given, strict=True))
         ]
-        random = torch.Generator().manual_seed(0)
         for index, limit in self._limits.items():
             used = min(limit, self._positions)
             stride = next(stride for stride in _STRIDES if math.gcd(stride, used) == 1)
@@ -215,6 +214,11 @@ class _Trial:
                 _fill_spans(step.inputs[-1].of(made[step.inputs[-1].buffer])[0], _rows_of_spans(step))
         for index, value in self.values.items():
             made[index].fill_(value)
+        self._fill(made)
+        return made
+
+    def _fill(self, made: Sequence[torch.Tensor]) -> None:
+        random = torch.Generator().manual_seed(0)
         for step in self.program.steps:
             for view, part in zip(step.outputs, self.parts(step, step.outputs, made), strict=True):
                 if view.buffer in self._caches:  # what a step leaves as it is is compared, too
@@ -229,7 +233,6 @@ class _Trial:
                         part.bitwise_and_(drawn.to(part.device))
                 elif view.buffer not in self._parameters and part.dtype is torch.float32:
                     part.copy_(torch.randn(part.shape, generator=random))
-        return made
 
 
 def _rows_of_spans(step: Step) -> int:
@@ -244,8 +247,7 @@ def _fill_spans(spans: torch.Tensor, rows: int) -> None:
         place = row % rows
         if place == 0 or place >= first + length:
             first, length = place, 1 if place == 0 else length + 1
-        last = place + 1 if length % 2 == 0 else min(rows, first + length)
-        span.copy_(torch.tensor([first, last]))
+        span.copy_(torch.tensor([first, place + 1 if length % 2 == 0 else min(rows, first + length)]))
 
 
 def _first_of_kind(program: Program, layers: Sequence[BoundLayer]) -> Program:
