@@ -17,7 +17,16 @@ from q4_nn.blocks.batch_cache import BatchPlaces
 from q4_nn.blocks.cache import CachePlaces
 from q4_programs import ProgramBuilder, Watch, refuse
 from q4_transformers.padding import find_padding
-from q4_transformers.slots import PaddedCache, Slot, content_problem, give_back, layers_of_cache, room_for, slot_of
+from q4_transformers.slots import (
+    CACHE,
+    PaddedCache,
+    Slot,
+    content_problem,
+    give_back,
+    layers_of_cache,
+    room_for,
+    slot_of,
+)
 from q4_transformers.twin import check_twin, make_twin
 from q4core import LifecycleError, Q4Error, Q4Linear
 from q4core.plugin_api import counted, is_plain_call, outside_inference
@@ -212,6 +221,8 @@ class ProgramForward:
         if wanted or _is_capturing():
             raise _Modules(f"{' and '.join(wanted) or 'outputs of modules'} asked for")
         places = named.pop("cache_position", None)  # of older releases
+        newer = named.pop("cache", None)
+        past_key_values = past_key_values if newer is None else newer
         named = {name: value for name, value in named.items() if name not in _FLAGS}
         odd = [name for name, value in named.items() if value is not None and (name, value) not in _INERT]
         if others or odd or inputs_embeds is not None or not config.return_dict:
@@ -231,7 +242,7 @@ class ProgramForward:
                 if slot.cache.length != length:  # changed by another thread meanwhile
                     raise
                 raise _Modules(error.summary) from None
-        return BaseModelOutputWithPast(last_hidden_state=features, past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=features, **{CACHE: cache})
 
     def _ready(self) -> TransformerDecoder:
         """Return the twin, made and proven at the first call, and again after the model has changed."""

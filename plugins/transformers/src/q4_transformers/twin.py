@@ -14,6 +14,7 @@ from q4_nn.blocks.cache import KVCache
 from q4_nn.blocks.joined import JoinedLinear
 from q4_programs import EmissionError
 from q4_transformers.linear import HfLinear
+from q4_transformers.slots import CACHE
 from q4core import Q4Linear
 from q4core.extension import LayerHandle
 
@@ -120,7 +121,7 @@ def check_twin(decoder: Any, twin: TransformerDecoder) -> None:
     cache = KVCache(*size, windows=config.windows, device=device)
     past, blocks = None, list[Any](twin.layers)
     for part in (tokens[:, :count], tokens[:, count:]):
-        seen, past = _run(decoder, part, past_key_values=past, use_cache=True)
+        seen, past = _run(decoder, part, use_cache=True, **{CACHE: past})
         x = twin.embed_tokens(part) * config.embedding_scale
         _compare("the embedding", seen[0][0], x, 0 * x, 2.0**-18)
         for layer, (block, (x, y, _)) in enumerate(zip(blocks, seen, strict=False)):
@@ -193,7 +194,7 @@ def _run(decoder: Any, tokens: torch.Tensor, **options: Any) -> tuple[list[Any],
             handle.remove()
     if len(seen) != len(parts):
         _refuse("its blocks don't run one after another")
-    return seen, found.past_key_values
+    return seen, getattr(found, CACHE)
 
 
 def _refuse(why: str) -> NoReturn:
