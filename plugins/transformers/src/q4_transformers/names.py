@@ -1,4 +1,4 @@
-"""``Names``: the names of a checkpoint's tensors in a model of transformers."""
+"""``Names``: the names of a checkpoint's tensors in a model of transformers; and of what releases call otherwise."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-__all__ = ["Names"]
+__all__ = ["CACHE", "Names"]
+
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
+"""A cache in calls and outputs: since 5.24 under another name."""
 
 
 class Names:

@@ -16,17 +16,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from q4_nn.blocks.batch_cache import BatchPlaces
 from q4_nn.blocks.cache import CachePlaces
 from q4_programs import ProgramBuilder, Watch, refuse
+from q4_transformers.names import CACHE
 from q4_transformers.padding import find_padding
-from q4_transformers.slots import (
-    CACHE,
-    PaddedCache,
-    Slot,
-    content_problem,
-    give_back,
-    layers_of_cache,
-    room_for,
-    slot_of,
-)
+from q4_transformers.slots import PaddedCache, Slot, content_problem, give_back, layers_of_cache, room_for, slot_of
 from q4_transformers.twin import check_twin, make_twin
 from q4core import LifecycleError, Q4Error, Q4Linear
 from q4core.plugin_api import counted, is_plain_call, outside_inference

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import cache_utils
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from q4_nn.blocks.cache import KVCache
 
@@ -23,10 +22,8 @@ if TYPE_CHECKING:
     from q4_lm.models.transformer import TransformerDecoder
     from q4_nn.blocks.batch_cache import BatchCache
 
-__all__ = ["CACHE", "PaddedCache", "Slot", "content_problem", "give_back", "layers_of_cache", "room_for", "slot_of"]
+__all__ = ["PaddedCache", "Slot", "content_problem", "give_back", "layers_of_cache", "room_for", "slot_of"]
 
-CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
-"""What transformers calls a cache in calls and outputs: since 5.24 another name."""
 _SLOT = "_q4_slot"
 _ROOM = 256
 """Positions by which a cache is larger than it must be; then twice as many."""

@@ -14,7 +14,7 @@ from q4_nn.blocks.cache import KVCache
 from q4_nn.blocks.joined import JoinedLinear
 from q4_programs import EmissionError
 from q4_transformers.linear import HfLinear
-from q4_transformers.slots import CACHE
+from q4_transformers.names import CACHE
 from q4core import Q4Linear
 from q4core.extension import LayerHandle
 

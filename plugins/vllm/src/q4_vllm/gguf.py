@@ -16,8 +16,6 @@ import q4core as q4
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from q4_lm.exchange.gguf_to_hf import HfFolder
-
 __all__ = ["GgufFolder", "make_folder", "open_folder"]
 
 _WHAT = "a GGUF file for vLLM"
@@ -74,14 +72,14 @@ class GgufFolder(Mapping[str, q4.PackedWeight]):
         self.close()
 
 
-def _folder_of(checkpoint: q4.Checkpoint) -> HfFolder:
+def _folder_of(checkpoint: q4.Checkpoint) -> Any:
+    """Return q4-lm's ``HfFolder``; the package is asked for here alone."""
     try:
         exchange = importlib.import_module("q4_lm.exchange.gguf_to_hf")
     except ModuleNotFoundError as error:
         hint = "pip install q4-lm"
         raise q4.ConfigError(_WHAT, name="package", rule="q4-lm", value="none", hint=hint) from error
-    found: HfFolder = exchange.to_hf_folder(checkpoint, packed_head=True)
-    return found
+    return exchange.to_hf_folder(checkpoint, packed_head=True)
 
 
 def open_folder(folder: Path) -> q4.Checkpoint | GgufFolder:
