@@ -10,6 +10,8 @@ import torch
 from huggingface_decoders import KINDS, calls, near, pair, prompt, ran
 from transformers import DynamicCache, StaticCache
 
+from q4_transformers.names import CACHE
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -69,7 +71,7 @@ def test_keys_of_a_batch_are_those_of_the_modules(models: str, static: bool, req
         logits, end = [], 0
         for count in (40, 1, 1, 2, 1):
             ids, mask = given["input_ids"][:, end : end + count], given["attention_mask"][:, : end + count]
-            called = {"attention_mask": mask, "position_ids": positions(mask)[:, end:], "past_key_values": cache}
+            called = {"attention_mask": mask, "position_ids": positions(mask)[:, end:], CACHE: cache}
             logits.append(model(ids, **called).logits[:, -1])
             end += count
         results.append((torch.cat(logits), cache))
@@ -99,7 +101,7 @@ def test_programs_and_modules_by_turns(models: str, static: bool, request: pytes
         logits, end = [], 0
         for step, count in enumerate((20, 1, 1, 5, 1, 11, 1)):
             ids, mask = given["input_ids"][:, end : end + count], given["attention_mask"][:, : end + count]
-            called = {"attention_mask": mask, "position_ids": positions(mask)[:, end:], "past_key_values": cache}
+            called = {"attention_mask": mask, "position_ids": positions(mask)[:, end:], CACHE: cache}
             asked = {"output_hidden_states": True} if step in {0, 2, 3} else {}
             logits.append(model(ids, **called, **asked).logits[:, -1])
             end += count
@@ -127,12 +129,12 @@ def test_a_changed_batch_goes_on(models: str, change: str, request: pytest.Fixtu
         given = padded(20, 20, 12, 7)
         mask = given["attention_mask"]
         called = {"attention_mask": mask, "position_ids": positions(mask), "use_cache": True}
-        cache = model(given["input_ids"], **called).past_key_values
+        cache = model(given["input_ids"], **called)[CACHE]
         cache, rows = CHANGES[change](cache)
         mask = torch.cat((mask[rows], torch.ones(len(rows), 3, dtype=torch.int64)), 1)
         for end in (21, 22, 23):
             called = {"attention_mask": mask[:, :end], "position_ids": positions(mask[:, :end])[:, -1:]}
-            logits = model(prompt(1, end, len(rows)), past_key_values=cache, **called).logits
+            logits = model(prompt(1, end, len(rows)), **{CACHE: cache}, **called).logits
         results.append(logits)
     near(*results)
     assert ran(ours) == 4
@@ -152,10 +154,10 @@ def test_a_cropped_batch(llamas: tuple[Any, Any]) -> None:
     """A batch that is cropped goes on before the tokens that it lost."""
     results = []
     for model in llamas:
-        cache = model(prompt(40, batch=3), use_cache=True).past_key_values
-        model(prompt(1, batch=3), past_key_values=cache)
+        cache = model(prompt(40, batch=3), use_cache=True)[CACHE]
+        model(prompt(1, batch=3), **{CACHE: cache})
         cache.crop(-3)
-        results.append(model(prompt(2, 5, batch=3), past_key_values=cache).logits)
+        results.append(model(prompt(2, 5, batch=3), **{CACHE: cache}).logits)
     near(*results)
     assert ran(llamas[0]) == 3
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache, StaticCache
 import q4_transformers
 import q4core as q4
 from q4_transformers import Q4Config
+from q4_transformers.names import CACHE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +106,7 @@ def test_static_caches_run_by_programs(models: str, request: pytest.FixtureReque
         cache = StaticCache(model.config, max_cache_len=64)
         with torch.no_grad():
             for part in prompt(45).split((40, 1, 1, 1, 2), 1):
-                model(part, past_key_values=cache)
+                model(part, **{CACHE: cache})
         held.append(cache)
     for one, other in zip(*(cache.layers for cache in held), strict=True):
         assert int(one.get_seq_length()) == int(other.get_seq_length()) == 45
@@ -133,7 +134,7 @@ def test_a_cache_goes_on_from_what_it_holds(models: str, change: str, request: p
     for model in (ours, theirs):
         cache, logits = DynamicCache(config=model.config), []
         for step, part in enumerate(prompt(60).split((40, 1, 1, 5, 1, 1, 11), 1)):
-            logits.append(model(part, past_key_values=cache).logits[:, -1])
+            logits.append(model(part, **{CACHE: cache}).logits[:, -1])
             cache = CHANGES[change](cache) if step in {1, 3, 5} else cache
         results.append((torch.cat(logits), cache))
     near(results[0][0], results[1][0])
@@ -149,10 +150,10 @@ def test_cropping_drops_the_last_tokens(llamas: tuple[Any, Any]) -> None:
     """A cache that is cropped after a program goes on before the tokens that it lost."""
     results = []
     for model in llamas:
-        cache = model(prompt(40), use_cache=True).past_key_values
-        model(prompt(1), past_key_values=cache)
+        cache = model(prompt(40), use_cache=True)[CACHE]
+        model(prompt(1), **{CACHE: cache})
         cache.crop(-3)
-        results.append(model(prompt(1, 5), past_key_values=cache).logits)
+        results.append(model(prompt(1, 5), **{CACHE: cache}).logits)
         assert cache.get_seq_length() == 39
     near(*results)
 
@@ -162,9 +163,9 @@ def test_tensors_that_were_read_never_change(llamas: tuple[Any, Any]) -> None:
     """Keys and features that somebody holds stay as they were, though the memory of a dropped cache is used again."""
     model, _ = llamas
     first = model.model(prompt(40), use_cache=True)
-    features, keys = first.last_hidden_state, first.past_key_values.layers[0].keys
+    features, keys = first.last_hidden_state, first[CACHE].layers[0].keys
     before = features.clone(), keys.clone()
-    model(prompt(1), past_key_values=first.past_key_values)
+    model(prompt(1), **{CACHE: first[CACHE]})
     del first
     model.generate(prompt(50, 9), max_new_tokens=5)
     assert torch.equal(features, before[0])
@@ -176,8 +177,8 @@ def test_two_sequences_by_turns_do_not_mix(llamas: tuple[Any, Any]) -> None:
     """Each cache has its own memory as long as it is there."""
     results = []
     for model in llamas:
-        caches = [model(prompt(40, seed), use_cache=True).past_key_values for seed in (0, 1)]
-        results.append([model(prompt(1, step), past_key_values=caches[step % 2]).logits for step in range(6)])
+        caches = [model(prompt(40, seed), use_cache=True)[CACHE] for seed in (0, 1)]
+        results.append([model(prompt(1, step), **{CACHE: caches[step % 2]}).logits for step in range(6)])
     near(torch.cat(results[0]), torch.cat(results[1]))
     assert ran(llamas[0]) == 8
 
@@ -189,8 +190,8 @@ def test_a_cache_of_another_model_runs_by_the_own_program(llamas: tuple[Any, Any
     for model in llamas:
         other = copy.deepcopy(model)
         other.model.norm.weight.data.mul_(-1)
-        cache = model(prompt(40), use_cache=True).past_key_values
-        results.append([one(prompt(1), past_key_values=cache).logits for one in (other, model, other)])
+        cache = model(prompt(40), use_cache=True)[CACHE]
+        results.append([one(prompt(1), **{CACHE: cache}).logits for one in (other, model, other)])
     near(torch.cat(results[0]), torch.cat(results[1]))
     assert ran(llamas[0]) == 2
 
@@ -200,11 +201,11 @@ def test_inference_mode_and_no_grad_go_on_with_one_cache(llamas: tuple[Any, Any]
     results = []
     for model in llamas:
         with torch.inference_mode():
-            cache = model(prompt(40), use_cache=True).past_key_values
+            cache = model(prompt(40), use_cache=True)[CACHE]
         with torch.no_grad():
-            logits = [model(prompt(1), past_key_values=cache).logits, model(prompt(5), past_key_values=cache).logits]
+            logits = [model(prompt(1), **{CACHE: cache}).logits, model(prompt(5), **{CACHE: cache}).logits]
         with torch.inference_mode():
-            logits.append(model(prompt(1), past_key_values=cache).logits)
+            logits.append(model(prompt(1), **{CACHE: cache}).logits)
         results.append(torch.cat([item[:, -1] for item in logits]))
     near(*results)
 
