@@ -142,9 +142,10 @@ def test_parts_of_two_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A fusion of weights that can't be joined runs them one by one, as GGUF's Q4_K and Q6_K."""
     dense = _save(tmp_path, {name: shape for name, shape in SHAPES.items() if "mlp.gate" in name or "mlp.up" in name})
     config = _opened(tmp_path)
-    up = config.checkpoint["model.layers.0.mlp.up_proj"]
+    checkpoint: Any = config.checkpoint
+    up = checkpoint["model.layers.0.mlp.up_proj"]
     other = q4.quantize(q4.dequantize(up, torch.float32), "nvfp4")
-    monkeypatch.setitem(config.checkpoint._alive, "model.layers.0.mlp.up_proj", other)
+    monkeypatch.setitem(checkpoint._alive, "model.layers.0.mlp.up_proj", other)
     layer: Any = stubs.MergedColumnParallelLinear(HIDDEN, [INNER, INNER], prefix="model.layers.0.mlp.gate_up_proj")
     x = torch.randn(2, HIDDEN)
     (method,) = _filled(config, [layer])

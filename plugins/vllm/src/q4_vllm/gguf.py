@@ -38,7 +38,7 @@ class GgufFolder(Mapping[str, q4.PackedWeight]):
         self._file = q4.open(path / _LINK)
         try:
             found = _folder_of(self._file)
-            self._weights = found.weights
+            self._weights: Mapping[str, q4.PackedWeight] = found.weights
             self.dense = found.dense
             layers = self._file.schema.layers
             own = {name: attrs.evolve(layers[stored], keys={}) for name, stored in found.stored.items()}
