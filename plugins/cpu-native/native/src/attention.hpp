@@ -34,18 +34,18 @@ template <class V> Q4_INLINE Stretch tile_of(const Cache& cache, int64_t columns
 }
 
 // Keys side by side: [columns][kTileKeys], of which the last ones are zeros where there are fewer keys.
-inline void transpose(const Stretch& keys, int64_t count, int64_t columns, float* to) {
+Q4_INLINE void transpose(const Stretch& keys, int64_t count, int64_t columns, float* to) {
     typedef float Four __attribute__((vector_size(16)));
     const auto load = [](const float* from) {
         Four v;
         std::memcpy(&v, from, 16);
         return v;
     };
-    static constexpr float kNone[4] = {};
+    const float none[4] = {};  // no static one: kernels of all instruction sets would share it
     for (int64_t i = 0; i < kTileKeys; i += 4) {
         const float* from[4];
         int64_t step[4];
-        for (int64_t j = 0; j < 4; ++j) from[j] = i + j < count ? keys.row(i + j) : kNone, step[j] = i + j < count ? 1 : 0;
+        for (int64_t j = 0; j < 4; ++j) from[j] = i + j < count ? keys.row(i + j) : none, step[j] = i + j < count ? 1 : 0;
         for (int64_t c = 0; c < columns; c += 4) {
             Four r[4];
             for (int64_t j = 0; j < 4; ++j) r[j] = load(from[j] + step[j] * c);
