@@ -63,7 +63,10 @@ def test_layers_are_the_files(file: Path, tmp_path: Path) -> None:
     qkv = stubs.QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, prefix=f"{attention}.qkv_proj")
     head = stubs.ParallelLMHead(VOCABULARY, HIDDEN, prefix="lm_head")
     parts = [_turned(values["blk.0.attn_q.weight"], HEADS), _turned(values["blk.0.attn_k.weight"], KV_HEADS)]
-    expected: dict[Any, torch.Tensor] = {qkv: torch.cat((*parts, values["blk.0.attn_v.weight"])), head: values["token_embd.weight"]}
+    expected: dict[Any, torch.Tensor] = {
+        qkv: torch.cat((*parts, values["blk.0.attn_v.weight"])),
+        head: values["token_embd.weight"],
+    }
     config._placed.update(config._stored.values())  # the other layers have their places in the whole model
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
     for layer, weight in expected.items():
