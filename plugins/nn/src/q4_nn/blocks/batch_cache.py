@@ -56,7 +56,7 @@ class BatchCache:
         """Return the keys and values of a sequence in a layer, up to its length: a view, [2, heads, S, head_dim]."""
         first = sequence * self.capacity
         rows = self.entries[:, layer, first : first + self.lengths[sequence]]
-        return rows.view(*rows.shape[:2], self.heads, -1).transpose(1, 2)
+        return rows.view(*rows.shape[:2], self.heads, rows.shape[2] // self.heads).transpose(1, 2)
 
 
 class BatchPlaces(RowPlaces):
