@@ -129,9 +129,8 @@ def _run_program(program: BatchProgram, cache: BatchCache, rows: Sequence[_Row])
                 live[slot], cache.lengths[slot] = waiting.popleft(), 0
         parts: list[tuple[int, Sequence[int]]] = []
         ready, left = [], program.most
-        for slot in sorted(
-            live, key=lambda slot: len(live[slot].unseen)
-        ):  # answers first, then what is left of prompts
+        # Answers first, then what is left of prompts.
+        for slot in sorted(live, key=lambda slot: len(live[slot].unseen)):
             taken = live[slot].unseen[:left]
             left -= len(taken)
             parts += [(slot, taken)] if taken else []
