@@ -163,7 +163,8 @@ def measure(hidden: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
                 if turn:
                     samples[name].append(batch * TOKENS / seconds)
         for name, rates in samples.items():
-            row = {"hidden": hidden, "batch": batch, "name": name, "tokens_per_s": record.summary(rates)}
+            row: dict[str, Any] = {"hidden": hidden, "batch": batch, "name": name}
+            row["tokens_per_s"] = record.summary(rates)
             print(f"hidden {hidden}, batch {batch:>2}: {name:<26} {row['tokens_per_s']['median']:8.1f} tokens/s")
             rows.append(row)
     for way in ways.values():
@@ -238,13 +239,17 @@ def main(arguments: Sequence[str] = ()) -> None:
     for hidden in HIDDEN[:1] if options.quick else HIDDEN:
         with tempfile.TemporaryDirectory() as place:
             rows += measure(hidden, 1 if options.quick else 5, Path(place))
-    held = None
+        judged = _store(rows, None, is_quick=options.quick)  # each model takes minutes
     if not options.quick:
         with tempfile.TemporaryDirectory() as place:
-            held = memory(Path(place))
-    judged = verdicts(rows, held)
+            judged = _store(rows, memory(Path(place)), is_quick=False)
     for line in lines(judged):
         print(line)
+
+
+def _store(rows: Sequence[dict[str, Any]], held: dict[str, Any] | None, *, is_quick: bool) -> list[Verdict]:
+    """Write what is measured so far, and return its verdicts."""
+    judged = verdicts(rows, held)
     result = {
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         "isa": isa(),
@@ -254,8 +259,9 @@ def main(arguments: Sequence[str] = ()) -> None:
         "verdicts": [item.to_json() for item in judged],
         "unit": "new tokens a second of a whole batch, prompts included; bytes",
     }
-    written = record.write(f"vllm-speed-{isa()}", result, folder=record.BUILD if options.quick else record.RESULTS)
+    written = record.write(f"vllm-speed-{isa()}", result, folder=record.BUILD if is_quick else record.RESULTS)
     print(f"written: {written}")
+    return judged
 
 
 if __name__ == "__main__":
