@@ -6,8 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from q4_conformance.measurement.allocations import trim
+from q4_conformance.measurement.allocations import own_mappings, taken_bytes, trim
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,3 +33,23 @@ def bloated() -> Iterator[None]:
     trim()
     yield
     held.clear()
+
+
+def small_blocks() -> None:
+    """Hold one block at a time, of sizes that the bloated heap has many free pieces of."""
+    for _ in range(_PIECES):
+        for size in _SIZES:
+            np.ones(size, np.uint8)
+
+
+def taken_while_bloated() -> tuple[int | None, int | None, int | None]:
+    """Return what a bloated process has taken before 8 MiB are held, while they are, and afterwards."""
+    cpu = torch.device("cpu")
+    with bloated(), own_mappings():
+        before = taken_bytes(cpu)
+        held = np.ones(8 << 20, np.uint8)
+        np.ones(8 << 20, np.float32)
+        small_blocks()
+        after = taken_bytes(cpu)
+        del held
+        return before, after, taken_bytes(cpu)
