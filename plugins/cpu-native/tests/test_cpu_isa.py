@@ -27,7 +27,7 @@ class FakeModule:
     """A native module on a machine of our making: name -> (state, whether it was run on hardware)."""
 
     sets: dict[str, tuple[int, bool]]
-    ABI_VERSION: int = 13
+    ABI_VERSION: int = 14
 
     def isa_name(self, number: int) -> str | None:
         """Return the name of a set, or None past the last."""
@@ -55,7 +55,7 @@ class FakeModule:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return what puts a machine of those sets in place of this one."""
 
-    def place(sets: dict[str, tuple[int, bool]], abi: int = 13) -> None:
+    def place(sets: dict[str, tuple[int, bool]], abi: int = 14) -> None:
         module = FakeModule(sets, abi)
         monkeypatch.setattr(q4_cpu_native.isa, "native", lambda: module)
 
@@ -126,7 +126,7 @@ def test_a_module_of_another_abi_is_not_called(machine: Callable[..., None]) -> 
     refused = choose("avx2")
     assert refused.number == 0
     assert refused.code is q4.ReasonCode.NOT_BUILT
-    assert "has ABI 1, but ABI 13 is required" in refused.text
+    assert "has ABI 1, but ABI 14 is required" in refused.text
 
 
 def test_the_built_module_and_the_readme_name_the_same_sets() -> None:

@@ -13,6 +13,7 @@ import q4core as q4
 from q4_cpu_native import CpuNative
 from q4_dequant_fallback import DequantFallback
 from q4_programs import BoundLayer, Buffer, Op, Program, Step, View, bind
+from q4_programs.cache_rows import narrowed, row_columns, widened
 from q4_programs.ops import SPIKING, WITH_SPANS
 from tests.support import samples
 from tests.support.cpu_layers import ISAS, random_weight
@@ -183,6 +184,65 @@ def test_each_operation_is_the_references(registry: q4.Registry, case: tuple[Op,
     if op in WITH_SPANS:
         tensors[len(inputs) - 1].copy_(torch.tensor([0, 1, 2, 9, 3, 6]))
     bound()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("columns", [5, 20, 64, 104])
+@pytest.mark.usefixtures("_threads")
+def test_attention_over_a_cache_of_each_dtype(registry: q4.Registry, columns: int, dtype: torch.dtype) -> None:
+    """What is stored has the documented bits, and attention is float64's over them, on any threads the same."""
+    tokens, heads, kv_heads, capacity = 3, 6, 2, 300
+    sizes, random = (heads, kv_heads, kv_heads), torch.Generator().manual_seed(columns)
+    query, *new = (torch.randn(tokens * size, columns, generator=random) for size in sizes)
+    held = [torch.randn(kv_heads * capacity, columns, generator=random) for _ in range(2)]
+    caches = [narrowed(rows, dtype) for rows in held]
+    places, out = torch.tensor([270, 271, 272]), torch.zeros(tokens * heads, columns)
+    tensors = [query, *new, *caches, places, out]
+    buffers = [Buffer(f"{number}", tensor.numel(), tensor.dtype, True) for number, tensor in enumerate(tensors)]
+    wide = row_columns(columns, dtype)
+    x, keys, values = (View(number, tokens * size, columns) for number, size in enumerate(sizes))
+    cached, place = [View(number, kv_heads * capacity, wide) for number in (3, 4)], View(5, 1, tokens)
+    steps = [Step(Op.STORE, [of, place], [to]) for of, to in zip((keys, values), cached, strict=True)]
+    steps += [Step(Op.ATTENTION, [x, *cached, place], [View(6, tokens * heads, columns)], numbers=(kv_heads, 0.2, 0))]
+    bound = bind(Program(buffers, steps), tensors, registry=registry)
+    assert bound.record.backend == "cpu-native", bound.record.reasons
+    found = []
+    for threads in (3, 1):
+        torch.set_num_threads(threads)
+        bound()
+        found.append(out.clone())
+    assert torch.equal(*found)
+    seen = []
+    for cache, rows, added in zip(caches, held, new, strict=True):
+        rows.view(kv_heads, capacity, columns)[:, places] = added.view(tokens, kv_heads, columns).transpose(0, 1)
+        assert torch.equal(cache, narrowed(rows, dtype))
+        seen.append(widened(cache, torch.float64).view(kv_heads, capacity, columns))
+    for token, position in enumerate(places.tolist()):
+        parts = (
+            query.double().view(tokens, kv_heads, heads // kv_heads, columns)[token],
+            *(side[:, : position + 1] for side in seen),
+        )
+        expected = ((parts[0] @ parts[1].mT * 0.2).softmax(-1) @ parts[2]).flatten(0, 1)
+        assert float((out.view(tokens, heads, columns)[token] - expected).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_a_row_of_a_cache_that_is_not_finite(registry: q4.Registry, dtype: torch.dtype) -> None:
+    """Who does not see it is not changed."""
+    x, places = torch.tensor([[1.0, -2.0, torch.nan, 0.5]]), torch.tensor([3])
+    cache, out = narrowed(torch.ones(5, 4), dtype), torch.zeros(1, 4)
+    tensors = [x, places, cache, torch.ones(1, 4), torch.tensor([2]), out]
+    buffers = [Buffer(f"{number}", tensor.numel(), tensor.dtype, True) for number, tensor in enumerate(tensors)]
+    rows = View(2, 5, cache.shape[1])
+    steps = [Step(Op.STORE, [View(0, 1, 4), View(1, 1, 1)], [rows])]
+    steps += [Step(Op.ATTENTION, [View(3, 1, 4), rows, rows, View(4, 1, 1)], [View(5, 1, 4)], numbers=(1, 1, 0))]
+    bound = bind(Program(buffers, steps), tensors, registry=registry)
+    assert bound.record.backend == "cpu-native", bound.record.reasons
+    bound()
+    assert torch.equal(out, torch.ones(1, 4))
+    tensors[4].fill_(3)
+    bound()
+    assert out.isnan().any()
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -144,4 +144,4 @@ def test_empty_programs_and_buffers() -> None:
     with pytest.raises(q4.ConfigError, match="size must be"):
         Buffer("x", 0)
     with pytest.raises(q4.ConfigError, match="dtype must be"):
-        Buffer("x", 1, torch.float16)
+        Buffer("x", 1, torch.bfloat16)

@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define Q4_CPU_ABI_VERSION 13
+#define Q4_CPU_ABI_VERSION 14
 #define Q4_TILE_ROWS 16
 #define Q4_CHUNK 32
 
@@ -192,7 +192,7 @@ typedef enum {
     Q4_MEAN_SPANS
 } q4_op;
 
-/* Rows of contiguous columns: float32, or int64 where an operation says so. */
+/* Rows of contiguous columns: float32, int64 where an operation says so, or the type of a cache. */
 typedef struct {
     void *data;
     int64_t rows, columns, stride; /* from row to row, in elements: at least `columns` */
@@ -235,6 +235,8 @@ typedef struct {
     double numbers[Q4_MOST_NUMBERS];
     const q4_layer *layer; /* read by q4_cpu_program_make alone; NULL for an operation without a packed layer */
     const q4_synapses *synapses; /* likewise, of SEND; what it points to must stay where it is */
+    int32_t cache_type; /* of keys and values of STORE and ATTENTION: Q4_F32, Q4_F16, or Q4_I8, whose rows end with the four bytes
+                           of a float32 scale, as columns of their own; Q4_F32 elsewhere */
 } q4_step;
 
 /* Memory that each run gives anew: a view that lies in it is as far from its first byte, and `step` bytes further in each round.

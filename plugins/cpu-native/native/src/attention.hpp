@@ -15,22 +15,45 @@ namespace q4 {
 
 constexpr int kFromTransposed = 6;  // queries
 
-// Rows of keys or values, as whole vectors: in the cache itself, or copied and filled up with zeros.
+// Rows of keys or values, as whole vectors of float32: in the cache itself, or copied and filled up with zeros.
 struct Stretch {
     const float* data;
     int64_t stride;
     [[gnu::always_inline]] const float* row(int64_t i) const { return data + i * stride; }
 };
 
-template <class V> Q4_INLINE Stretch tile_of(const Cache& cache, int64_t columns, int64_t first, int64_t count, float* scratch) {
-    const float* from = static_cast<const float*>(cache.data) + first * cache.stride;
-    if (columns % V::kLanes == 0) return {from, cache.stride};
+template <class V, int Type> Q4_INLINE void widen_rows(const uint8_t* from, int64_t stride, int64_t columns, int64_t count, float* to) {
+    constexpr int64_t kBytes = Type == Q4_F32 ? 4 : Type == Q4_F16 ? 2 : 1;
     const int64_t padded = Attention::padded(columns);
-    for (int64_t i = 0; i < count; ++i) {
-        std::memcpy(scratch + i * padded, from + i * cache.stride, static_cast<size_t>(columns) * 4);
-        std::memset(scratch + i * padded + columns, 0, static_cast<size_t>(padded - columns) * 4);
+    for (; count > 0; --count, from += stride, to += padded) {
+        float scale = 1.0f;
+        if (Type == Q4_I8) std::memcpy(&scale, from + columns, 4);
+        const auto widened = [&](const uint8_t* place) __attribute__((always_inline)) {
+            const auto v = numbers<V>(Type, place);
+            return Type == Q4_I8 ? V::mul(v, V::splat(scale)) : v;
+        };
+        int64_t c = 0;
+        for (; c + V::kLanes <= columns; c += V::kLanes) V::store(to + c, widened(from + c * kBytes));
+        if (c < columns) {
+            uint8_t rest[V::kLanes * kBytes] = {};
+            std::memcpy(rest, from + c * kBytes, static_cast<size_t>((columns - c) * kBytes));
+            V::store(to + c, widened(rest));
+        }
+        std::memset(to + columns, 0, static_cast<size_t>(padded - columns) * 4);
     }
-    return {scratch, padded};
+}
+
+template <class V> Q4_INLINE Stretch tile_of(const Cache& cache, int64_t columns, int64_t first, int64_t count, float* scratch) {
+    const uint8_t* from = cache.data + first * cache.stride;
+    if (cache.type == Q4_F16)
+        widen_rows<V, Q4_F16>(from, cache.stride, columns, count, scratch);
+    else if (cache.type == Q4_I8)
+        widen_rows<V, Q4_I8>(from, cache.stride, columns, count, scratch);
+    else if (columns % V::kLanes == 0)
+        return {reinterpret_cast<const float*>(from), cache.stride / 4};
+    else
+        widen_rows<V, Q4_F32>(from, cache.stride, columns, count, scratch);
+    return {scratch, Attention::padded(columns)};
 }
 
 // Keys side by side: [columns][kTileKeys], of which the last ones are zeros where there are fewer keys.

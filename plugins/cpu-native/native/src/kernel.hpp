@@ -111,8 +111,9 @@ constexpr int64_t kTileKeys = 32;  // keys or values that stay near for all quer
 
 // Keys or values of one head.
 struct Cache {
-    const void* data;
-    int64_t stride;
+    const uint8_t* data;
+    int64_t stride;  // bytes
+    int32_t type;
 };
 
 // Some queries to one head of keys and values: softmax(scale · query · keysᵀ) · values, each over keys of its own, block by block.
@@ -192,6 +193,8 @@ struct Operations {
     // x = beta · x + gain · i + leak, each rounded; `gain` and `leak` may have no data.
     void (*integrate)(float* x, const float* i, const Vector& beta, const Vector& gain, const Vector& leak, int64_t count);
     uint64_t (*fire)(const Firing&);
+    // A row of a cache: as it is, in float16, or in levels with their scale behind them.
+    void (*keep)(const float* x, int64_t count, int32_t type, uint8_t* row);
     void (*send)(const Sending&, int64_t from, int64_t to, int64_t target);
 };
 

@@ -127,13 +127,13 @@ class Program {
     // views: address, rows, columns and stride of each, inputs first. tiles: 0 where there is no packed layer.
     void add(int op, const std::vector<int64_t>& views, int inputs, const std::vector<double>& numbers, const Matrix* matrix,
              uintptr_t tiles, uintptr_t global, int64_t global_count, bool divides, int family, uintptr_t order, uintptr_t factor,
-             int factor_type, const std::vector<int64_t>& synapses) {
+             int factor_type, const std::vector<int64_t>& synapses, int cache_type) {
         q4_step step{};
         const auto outputs = static_cast<int>(views.size() / 4) - inputs;
         if (program_ || inputs < 0 || inputs > Q4_MOST_INPUTS || outputs < 0 || outputs > Q4_MOST_OUTPUTS ||
             numbers.size() > Q4_MOST_NUMBERS)
             throw std::invalid_argument("the step makes no sense");
-        step.op = op, step.input_count = inputs, step.output_count = outputs, step.number_count = static_cast<int>(numbers.size());
+        step.op = op, step.input_count = inputs, step.output_count = outputs, step.number_count = static_cast<int>(numbers.size()), step.cache_type = cache_type;
         for (int i = 0; i < inputs + outputs; ++i) {
             const int64_t* view = &views[static_cast<size_t>(4 * i)];
             (i < inputs ? step.inputs[i] : step.outputs[i - inputs]) = {at<void>(static_cast<uintptr_t>(view[0])), view[1], view[2], view[3]};
@@ -228,7 +228,7 @@ NB_MODULE(_native, module) {
     nb::class_<Program>(module, "Program")
         .def(nb::init<>())
         .def("add", &Program::add, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
-             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("bind", &Program::bind)
         .def("run", &Program::run)
         .def("outlier_rows", &Program::outlier_rows);

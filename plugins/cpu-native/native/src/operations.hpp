@@ -108,9 +108,39 @@ template <class V> void largest(const float* x, int64_t count, int64_t k, float*
     }
 }
 
+// Of int8 the scale is the largest magnitude / 127. Where that is not finite, so is the whole row, as levels are 0.
+template <class V> void keep(const float* x, int64_t count, int32_t type, uint8_t* row) {
+    if (type == Q4_F32) {
+        std::memcpy(row, x, static_cast<size_t>(count) * 4);
+        return;
+    }
+    if (type == Q4_F16) {
+        int64_t c = 0;
+        for (; c + V::kLanes <= count; c += V::kLanes) V::store_f16(row + 2 * c, V::load(x + c));
+        uint8_t rest[2 * V::kLanes];
+        if (c == count) return;
+        V::store_f16(rest, partial<V>(x + c, count - c));
+        std::memcpy(row + 2 * c, rest, static_cast<size_t>(count - c) * 2);
+        return;
+    }
+    int32_t most = 0;
+    for (int64_t c = 0; c < count; ++c) {
+        int32_t bits;
+        std::memcpy(&bits, x + c, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    float amax;
+    std::memcpy(&amax, &most, 4);
+    const float scale = amax / 127.0f, large = 127.0f / amax, inverse = large < 3.40282347e38f ? large : 3.40282347e38f;
+    std::memcpy(row + count, &scale, 4);
+    if (most >= 0x7f800000) std::memset(row, 0, static_cast<size_t>(count));
+    for (int64_t c = 0; c < count && most < 0x7f800000; ++c) row[c] = static_cast<uint8_t>(static_cast<int8_t>(std::nearbyintf(x[c] * inverse)));
+}
+
 template <class V>
 constexpr Operations operations_of{dot<V>,     rms_norm<V>, layer_norm<V>, activate<V>, combine<V>,
                                    affine<V>,  softmax<V>,  attend<V>,     join<V>,     conclude<V>,
-                                   largest<V>, integrate<V>, fire<V>,      send};
+                                   largest<V>, integrate<V>, fire<V>,      keep<V>,     send};
 
 }  // namespace q4

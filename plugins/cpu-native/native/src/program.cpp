@@ -8,6 +8,11 @@ namespace {
 
 template <class T> T* row(const q4_view& v, int64_t r) { return static_cast<T*>(v.data) + r * v.stride; }
 
+// Keys or values from a row on, of `bytes` each, and from a column on.
+Cache cache_from(const q4_view& v, int64_t r, int bytes, int32_t type, int64_t column = 0) {
+    return {static_cast<const uint8_t*>(v.data) + (r * v.stride + column) * bytes, v.stride * bytes, type};
+}
+
 // Numbers of one row of a prepared matrix as the codec decodes them: each operation is rounded.
 void decode_row(const q4_layer& l, const Kernels& kernels, int64_t n, int64_t from, int64_t to, float* y) {
     const q4_matrix& m = l.matrix;
@@ -281,8 +286,8 @@ void q4_program::attend(const q4::Bound& b, const q4_step& s, int me, int team) 
         return Query{row<const float>(x, r), row<float>(s.outputs[0], r), span(i).from, span(i).to};
     };
     const auto take_head = [&](int64_t head) {
-        a.keys = {row<const float>(keys, head * b.range), keys.stride};
-        a.values = {row<const float>(values, head * b.range), values.stride};
+        a.keys = cache_from(keys, head * b.range, cache_bytes(s), s.cache_type);
+        a.values = cache_from(values, head * b.range, cache_bytes(s), s.cache_type);
     };
     const Range seen = span(0);
     const int64_t blocks = Attention::blocks(seen.to - seen.from);
@@ -336,8 +341,8 @@ void q4_program::attend_spans(const q4::Bound& b, const q4_step& s, int me, int 
     const int64_t most = most_together(count * kv_heads, shares, team);
     int64_t turn = 0;
     for (int64_t head = 0; head < kv_heads; ++head) {
-        a.keys = {row<const float>(keys, 0) + head * columns, keys.stride};
-        a.values = {row<const float>(values, 0) + head * columns, values.stride};
+        a.keys = cache_from(keys, 0, 4, Q4_F32, head * columns);
+        a.values = cache_from(values, 0, 4, Q4_F32, head * columns);
         for (int64_t from = 0, to; from < count; from = to) {
             to = together(from, count, most, true, span);
             if (turn++ % team != me) continue;
@@ -411,7 +416,12 @@ void q4_program::perform(const q4::Bound& b, int me, int team, int64_t round) {
         case Q4_ROTARY:
             turn(in, row<const float>(other, b.indices[r / heads]), other.columns, x.columns, s.numbers[0] == 1.0, out);
             break;
-        case Q4_STORE: std::copy_n(in + from, width, row<float>(y, r % heads * b.range + b.indices[r / heads]) + from); break;
+        case Q4_STORE: {
+            const int64_t place = r % heads * b.range + b.indices[r / heads], bytes = cache_bytes(s);
+            uint8_t* to = static_cast<uint8_t*>(y.data) + (place * y.stride + from) * bytes;
+            do_.keep(in + from, std::min(width, x.columns - from), s.cache_type, to);
+            break;
+        }
         case Q4_ADD:
         case Q4_MULTIPLY:
             do_.combine(s.op == Q4_ADD, in + from, row<const float>(other, other.rows == 1 ? 0 : r) + from, out + from, width);

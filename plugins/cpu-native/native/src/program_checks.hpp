@@ -61,8 +61,8 @@ inline Split split_of(const q4_step& s) {
     case Q4_RMS_NORM:
     case Q4_LAYER_NORM:  // one row is shared by its columns, unless others read it after it is overwritten
         return s.inputs[0].rows == 1 && !is_same(s.inputs[0], s.outputs[0]) ? Split::COLUMNS : Split::ROWS;
-    case Q4_STORE:  // of tokens at one place the last one counts
-        return s.inputs[1].columns == 1 ? Split::ROWS : Split::COLUMNS;
+    case Q4_STORE:  // of tokens at one place the last one counts, and a row of int8 has one scale
+        return s.inputs[1].columns == 1 ? Split::ROWS : s.cache_type == Q4_F32 ? Split::COLUMNS : Split::ALONE;
     case Q4_ROTARY:
     case Q4_ATTENTION:
     case Q4_ATTEND_SPANS:
@@ -123,8 +123,17 @@ inline bool has_int64_input(const q4_step& s, int i) {
 }
 inline bool has_int64_output(const q4_step& s, int i) { return has_bits_output(s, i) || s.op == Q4_ARGMAX || (s.op == Q4_TOP_K && i == 1); }
 
-inline int input_bytes(const q4_step& s, int i) { return has_int64_input(s, i) || has_bits_input(s, i) ? 8 : 4; }
-inline int output_bytes(const q4_step& s, int i) { return has_int64_output(s, i) ? 8 : 4; }
+// Keys and values, of which a row of int8 has its scale behind it.
+inline bool is_cache(const q4_step& s, bool is_input, int i) {
+    return is_input ? s.op == Q4_ATTENTION && (i == 1 || i == 2) : s.op == Q4_STORE;
+}
+inline int cache_bytes(const q4_step& s) { return s.cache_type == Q4_I8 ? 1 : s.cache_type == Q4_F16 ? 2 : 4; }
+inline int64_t cache_columns(const q4_step& s) { return s.inputs[0].columns + (s.cache_type == Q4_I8 ? 4 : 0); }
+
+inline int input_bytes(const q4_step& s, int i) {
+    return is_cache(s, true, i) ? cache_bytes(s) : has_int64_input(s, i) || has_bits_input(s, i) ? 8 : 4;
+}
+inline int output_bytes(const q4_step& s, int i) { return is_cache(s, false, i) ? cache_bytes(s) : has_int64_output(s, i) ? 8 : 4; }
 
 constexpr int64_t kMostRounds = int64_t{1} << 62;
 
@@ -186,7 +195,7 @@ inline bool is_embedding(const q4_step& s) {
 inline bool is_attention(const q4_step& s) {
     const q4_view &query = s.inputs[0], &keys = s.inputs[1], &values = s.inputs[2], &y = s.outputs[0];
     if (!has_counts(s, 4, 1, 3) || !is_shape(y, query.rows, query.columns) || !has_positions(s)) return false;
-    if (keys.columns != query.columns || !is_shape(values, keys.rows, keys.columns)) return false;
+    if (keys.columns != cache_columns(s) || !is_shape(values, keys.rows, keys.columns)) return false;
     const int64_t heads = query.rows / tokens_of(s);
     if (!is_whole(s.numbers[0], 1, static_cast<double>(heads)) || !is_whole(s.numbers[2], 0, 1 << 30)) return false;
     const auto kv_heads = static_cast<int64_t>(s.numbers[0]);
@@ -298,7 +307,7 @@ inline bool has_sound_shapes(const q4_step& s) {
         return has_counts(s, 3, 1, 1) && is_like_x && s.inputs[1].columns <= x.columns && s.inputs[1].columns % 2 == 0 &&
                has_positions(s) && is_whole(s.numbers[0], 0, 1);
     case Q4_STORE:
-        return has_counts(s, 2, 1, 0) && has_positions(s) && y.columns == x.columns && y.rows % (x.rows / tokens_of(s)) == 0;
+        return has_counts(s, 2, 1, 0) && has_positions(s) && y.columns == cache_columns(s) && y.rows % (x.rows / tokens_of(s)) == 0;
     case Q4_ATTENTION: return is_attention(s);
     case Q4_ATTEND_SPANS: return is_attention_of_spans(s);
     case Q4_MEAN_SPANS: return has_counts(s, 2, 1, 0) && y.columns == x.columns && has_spans(s);
@@ -317,6 +326,8 @@ inline bool has_sound_shapes(const q4_step& s) {
 
 inline bool is_sound(const q4_step& s) {
     if (s.op < Q4_EMBEDDING || s.op > Q4_MEAN_SPANS) return false;
+    const bool is_narrow = s.cache_type == Q4_F16 || s.cache_type == Q4_I8;
+    if (s.cache_type != Q4_F32 && !(is_narrow && (s.op == Q4_STORE || s.op == Q4_ATTENTION))) return false;
     if ((s.layer && s.op != Q4_EMBEDDING && s.op != Q4_LINEAR && s.op != Q4_SPIKES) || (s.synapses && s.op != Q4_SEND)) return false;
     if (s.input_count < 1 || s.input_count > Q4_MOST_INPUTS || s.output_count < 1 || s.output_count > Q4_MOST_OUTPUTS) return false;
     for (int i = 0; i < s.input_count; ++i)

@@ -52,6 +52,7 @@ class Program:
         factor: int,
         factor_type: int,
         synapses: list[int],
+        cache_type: int,
         /,
     ) -> None: ...
     def bind(self, threads: int, isa: int, clock: int, streams: list[int], tokens: int, most: int, /) -> int: ...

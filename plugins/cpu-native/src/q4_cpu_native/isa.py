@@ -11,7 +11,7 @@ from q4core import ReasonCode
 
 __all__ = ["Isa", "choose", "native"]
 
-_ABI_VERSION = 13
+_ABI_VERSION = 14
 _FAMILIES = 3  # exact, w4a8, w4i16
 _HERE, _NOT_BUILT = 1, -1
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from q4_cpu_native._native import Matrix
 
-__all__ = ["CHUNK", "SMALL_BLOCK", "Call", "TileMeta", "matrix_of", "source_arguments"]
+__all__ = ["CHUNK", "SMALL_BLOCK", "TYPES", "Call", "TileMeta", "matrix_of", "source_arguments"]
 
-_TYPES = {
+TYPES = {
     torch.float32: 0,
     torch.bfloat16: 1,
     torch.float16: 2,
@@ -29,7 +29,7 @@ _TYPES = {
     torch.int8: 6,
     torch.int32: 7,
 }
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TYPES}
 _LAYOUT = 2
 """Number of the tiles' layout, for what another process stored: higher after any change of the prepared bytes."""
 SMALL_BLOCK, CHUNK = 16, 32
@@ -71,7 +71,7 @@ class Call:
         if self.factor is None:
             return order, 0, 0
         factor = tensors[self.factor]
-        return order, factor.data_ptr(), _TYPES[factor.dtype]
+        return order, factor.data_ptr(), TYPES[factor.dtype]
 
 
 @attrs.frozen(cache_hash=True)
@@ -299,11 +299,11 @@ def matrix_of(meta: TileMeta) -> Matrix:
     if kind is ScaleKind.E8M0:
         scale_type = 4
     elif kind in {ScaleKind.PLAIN, ScaleKind.DOUBLE_QUANT, ScaleKind.SUPER_BLOCK}:
-        scale_type = _TYPES[meta.scale_dtype]
+        scale_type = TYPES[meta.scale_dtype]
     else:
         scale_type = 3
     second = {"offset": _OFFSET, "zero": _ZERO, None: _NONE}[meta.second_field]
-    second_type = 0 if meta.second_dtype is None else _TYPES[meta.second_dtype]
+    second_type = 0 if meta.second_dtype is None else TYPES[meta.second_dtype]
     if meta.has_halves:
         scale_type, second_type = _LOW_HALF, _HIGH_HALF
     return _native.Matrix(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from q4_cpu_native.layout import TYPES
 from q4_programs import Op, SparseWeight
 from q4_programs.ops import WITH_CLOCK, WITH_SPANS
 from q4core import InputError, PrepareError, Reason, ReasonCode
@@ -111,7 +112,8 @@ class NativeRunner:
                 raise _refusal(step, "the in-features are stored in another order or scaled")
             inputs_of = call.inputs_of(tensors) if call.has_inputs else (0, 0, 0)
             matrix, facts = call.matrix, (tensors[0].data_ptr(), address, count, call.divides, family, *inputs_of)
-        self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts, synapses)
+        cache = next((buffers[view.buffer].dtype for view, name in step.patterns() if name[0] == "M"), torch.float32)
+        self._native.add(_NUMBERS[step.op], views, inputs, numbers, matrix, *facts, synapses, TYPES[cache])
 
     def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = (), turns: Turns | None = None) -> list[int]:
         """Run every step for some rounds, on as many threads as torch has now.

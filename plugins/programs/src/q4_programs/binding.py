@@ -260,8 +260,7 @@ def bind(
                 runner = backend.bind_program(program, flat, bound)
                 own = [None if step.layer is None else _kind_of(handles[step.layer]) for step in program.steps]
                 facts = program.clock is not None, None if program.tokens is None else program.tokens[1]
-                moving = [[program.buffers[view.buffer].given for view, _ in step.patterns()] for step in program.steps]
-                kinds = zip((step.kind() for step in program.steps), own, map(tuple, moving), strict=True)
+                kinds = zip((program.kind(step) for step in program.steps), own, strict=True)
                 kind = str(device), *facts, *kinds
                 reason = _fault(registry, backend, kind, packed, (program, flat, bound))
             except PrepareError as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 import torch
 
+from q4_programs.cache_rows import CACHE_DTYPES
 from q4_programs.ops import Op
 from q4_programs.program import Buffer, Step, View
 from q4core import Q4Error
@@ -87,14 +88,15 @@ class Operations:
         """Return a tensor as a value: a parameter, a cache, an input, whose later changes are seen.
 
         Args:
-            tensor: float32 or int64, contiguous, on the program's device, of at least one size.
+            tensor: float32 or int64 (of a cache float16 or int8, too), contiguous, on the program's device, of at least
+                one size.
             name: For messages.
 
         Raises:
             EmissionError: It is something else.
         """
         is_index = tensor.dtype is torch.int64
-        facts = tensor.device, is_index or tensor.dtype is torch.float32, tensor.is_contiguous(), tensor.numel() > 0
+        facts = tensor.device, is_index or tensor.dtype in CACHE_DTYPES, tensor.is_contiguous(), tensor.numel() > 0
         if facts != (self.device, True, True, True) or tensor.dim() < 1:
             self.refuse(f"{name or 'a parameter'} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
         view = self._known.get(id(tensor))

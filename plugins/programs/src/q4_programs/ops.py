@@ -46,7 +46,8 @@ class Op(enum.Enum):
     in the next two, the heads of a token follow one another, and those of the next token follow them."""
     STORE = "store"
     """x [T · heads, C], positions int64 [1, T] → row ``position`` of each head of a cache [heads · capacity, C]; of
-    tokens at one position the last one."""
+    tokens at one position the last one. A cache may be of float16 or int8, here and in ATTENTION, as ``narrowed`` gives
+    its rows."""
     ATTENTION = "attention"
     """query [T · heads, C], keys and values [kv_heads · capacity, C], positions int64 [1, T] → [T · heads, C]: softmax
     of each query with the keys 0 … its position, times the values. ``numbers``: kv_heads, scale, window (how many of

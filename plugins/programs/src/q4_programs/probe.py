@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from q4_programs.cache_rows import CACHE_DTYPES, narrowed, row_columns, widened
 from q4_programs.contract import BoundLayer
 from q4_programs.ops import SPIKING, WITH_SPANS, Op
 from q4_programs.sparse import SparseWeight
@@ -100,7 +101,7 @@ def _fault(  # noqa: C901, PLR0913  # one branch per comparison
         rows = [item[number % len(item)] for item in others]
         _move(steps, program.given, rows)
         for index, step in enumerate(program.steps):
-            kind = number, step.kind(), None if step.layer is None else _layout(layers[step.layer].prepared)
+            kind = number, program.kind(step), None if step.layer is None else _layout(layers[step.layer].prepared)
             if kind in seen and not is_whole:
                 continue
             one = attrs.evolve(trial.program, steps=(step,), clock=None)
@@ -231,8 +232,9 @@ class _Trial:
                     for _ in range(_RARE):
                         drawn = torch.randint(-(1 << 63), (1 << 63) - 1, part.shape, generator=random)
                         part.bitwise_and_(drawn.to(part.device))
-                elif view.buffer not in self._parameters and part.dtype is torch.float32:
-                    part.copy_(torch.randn(part.shape, generator=random))
+                elif view.buffer not in self._parameters and part.dtype in CACHE_DTYPES:
+                    shape = (*part.shape[:-1], part.shape[-1] - row_columns(0, part.dtype))
+                    part.copy_(narrowed(torch.randn(shape, generator=random), part.dtype))
 
 
 def _rows_of_spans(step: Step) -> int:
@@ -254,7 +256,7 @@ def _first_of_kind(program: Program, layers: Sequence[BoundLayer]) -> Program:
     """Return a program of the first two steps of each kind, as later ones run no other code; with a clock, all."""
     counts, retained = Counter[object](), []
     for step in program.steps:
-        kind = step.kind(), None if step.layer is None else _layout(layers[step.layer].prepared)
+        kind = program.kind(step), None if step.layer is None else _layout(layers[step.layer].prepared)
         counts[kind] += 1
         if program.clock is not None or counts[kind] <= _STEPS_OF_KIND:
             retained.append(step)
@@ -319,7 +321,7 @@ def _bound(  # noqa: C901  # one case per operation
     elif op is Op.ROTARY:
         magnitude = 2 * x.abs().amax(-1, keepdim=True) * inputs[1].double().abs().max() + 0 * right
     elif op is Op.ATTENTION:
-        keys, values = inputs[1].double().abs(), inputs[2].double().abs()
+        keys, values = (widened(rows, torch.float64).abs() for rows in inputs[1:3])
         scores = step.numbers[1] * x.abs().sum(-1, keepdim=True) * keys.max()
         columns = max(columns, keys.shape[1])
         magnitude = (1 + 2 * scores) * values.max() + 0 * right  # a score's error is a share of its weight

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from q4_programs.cache_rows import CACHE_DTYPES, row_columns
 from q4_programs.ops import (
     ALIASES,
     IN_PLACE,
@@ -58,7 +59,7 @@ class Buffer:
     Args:
         name: For messages.
         size: Elements.
-        dtype: float32 or int64.
+        dtype: float32 or int64; of keys and values float16 or int8, too.
         is_bound: Whether the caller gives it when the program is bound.
         given: ``"run"`` where each run gives it anew, ``"round"`` where a run gives one for each of its rounds. Buffers
             that are neither bound nor given are scratch.
@@ -79,7 +80,8 @@ class Buffer:
         is_legal = self.given is None or (self.given in {"run", "round"} and not self.is_bound)
         _require(is_legal, what, "given", "run or round, of a buffer that is not bound, or None", self.given)
         _require(_is_count(self.size), what, "size", "a positive whole number", self.size)
-        _require(self.dtype in {torch.float32, torch.int64}, what, "dtype", "float32 or int64", self.dtype)
+        is_legal = self.dtype is torch.int64 or self.dtype in CACHE_DTYPES
+        _require(is_legal, what, "dtype", "float32 or int64, or float16 or int8 of a cache", self.dtype)
 
 
 @attrs.frozen
@@ -254,6 +256,11 @@ class Program:
         """Indices of the buffers that a step writes."""
         return frozenset(view.buffer for step in self.steps for view in step.outputs)
 
+    def kind(self, step: Step) -> tuple[object, ...]:
+        """Return a step's kind, with what its memory is."""
+        memory = (self.buffers[view.buffer] for view, _ in step.patterns())
+        return step.kind(), *((buffer.given, buffer.dtype) for buffer in memory)
+
     def limit(self, step: Step) -> int:
         """Return how many values a step's token, position or clock may have."""
         if step.op in WITH_CLOCK:
@@ -292,8 +299,9 @@ class Program:
             count = (len(step.inputs), len(step.outputs))
             raise ConfigError(what, name="inputs, outputs", rule="as many as its operation has", value=count) from None
         for view, name in patterns:
-            self._check_view(view, torch.int64 if name[0] in "ib" else torch.float32, what)
-            for letter, size, of in zip(name[-2:], (view.rows, view.columns), ("rows", "columns"), strict=True):
+            self._check_view(view, name, what)
+            columns = view.columns - row_columns(0, self.buffers[view.buffer].dtype)  # a scale is no number of a row
+            for letter, size, of in zip(name[-2:], (view.rows, columns), ("rows", "columns"), strict=True):
                 rule = f"of {sizes.setdefault(letter, size)} {of}"
                 _require(sizes[letter] == size, what, f"buffer {self.buffers[view.buffer].name!r}", rule, size)
         broken = numbers_rule(step.op, step.numbers, sizes, len(step.inputs))
@@ -306,7 +314,7 @@ class Program:
                 is_same = step.op in IN_PLACE and alias is None and view == output
                 _require(is_same or not view.overlaps(output), what, "output", "apart from what else it has", output)
 
-    def _check_view(self, view: View, dtype: torch.dtype, what: str) -> None:
+    def _check_view(self, view: View, name: str, what: str) -> None:
         is_legal = (
             _is_count(view.buffer, 0)
             and view.buffer < len(self.buffers)
@@ -318,4 +326,6 @@ class Program:
         )
         _require(is_legal, what, "view", "inside one of the buffers, its rows apart", view)
         buffer = self.buffers[view.buffer]
-        _require(buffer.dtype is dtype, what, f"buffer {buffer.name!r}", f"of {dtype}", buffer.dtype)
+        dtypes = {torch.int64} if name[0] in "ib" else CACHE_DTYPES if name[0] == "M" else {torch.float32}
+        rule = f"of {' or '.join(sorted(map(str, dtypes)))}"
+        _require(buffer.dtype in dtypes, what, f"buffer {buffer.name!r}", rule, buffer.dtype)

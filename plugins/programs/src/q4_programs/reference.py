@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from q4_programs.cache_rows import narrowed, widened
 from q4_programs.ops import WITH_CLOCK, WITH_SPANS, Op
 from q4_programs.spiking import spiking_part
 from q4core import InputError, PrepareError, Reason, ReasonCode
@@ -219,7 +220,7 @@ def _part(  # noqa: C901, PLR0911, PLR0912  # one case per operation
 
 def _store(x: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
     """Write the heads of each token to its position in a cache, token by token."""
-    each = x.unflatten(0, (len(positions), -1))
+    each = narrowed(x, out.dtype).unflatten(0, (len(positions), -1))
     cache = out.unflatten(0, (each.shape[1], -1))
     for heads, position in zip(each, positions[:, None], strict=True):
         cache.index_copy_(1, position, heads[:, None])
@@ -256,12 +257,14 @@ def _attend(
     if in_graph:
         places = torch.arange(keys.shape[1], device=query.device)
         hidden = (places > position[0]) | ((places <= position[0] - window) if window else places < 0)
+        keys, values = (widened(rows, query.dtype) for rows in (keys, values))
         scores = (grouped @ keys.mT * scale).masked_fill(hidden, -torch.inf)
         mixed = scores.softmax(-1) @ values.masked_fill(hidden[:, None], 0)
     else:
         end = int(position[0, 0]) + 1
         seen = slice(max(0, end - window) if window else 0, end)
-        mixed = (grouped @ keys[:, seen].mT * scale).softmax(-1) @ values[:, seen]
+        keys, values = (widened(rows[:, seen], query.dtype) for rows in (keys, values))
+        mixed = (grouped @ keys.mT * scale).softmax(-1) @ values
     out.copy_(mixed.flatten(0, 1))
 
 
