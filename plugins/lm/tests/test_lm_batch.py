@@ -46,6 +46,15 @@ def test_rows_are_those_of_each_prompt(name: str) -> None:
         assert generate_batch(decoder, PROMPTS, max_tokens=12, batch=batch) == expected
 
 
+def test_a_narrow_cache_is_obeyed(tiny_llama: Path) -> None:
+    """No program of a batch has one: the modules run, and the report says why."""
+    with LanguageModel.open(tiny_llama, CONFIG) as model:
+        model.decoder.cache_dtype = torch.float16
+        expected = alone(model.decoder, PROMPTS[:3], max_tokens=4)
+        assert generate_batch(model.decoder, PROMPTS[:3], max_tokens=4) == expected
+        assert "a batch's cache is float32, not torch.float16" in str(model.session.report())
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_sequence_has_its_bits_in_any_company(name: str) -> None:
     """Logits are those of a token at a time in a cache of one sequence, bit by bit, in any slot and any chunks."""

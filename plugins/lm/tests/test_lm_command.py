@@ -104,6 +104,16 @@ def test_dtype_and_precision(tiny_llama: Path) -> None:
     assert narrow["cache_bytes"] * 2 == wide["cache_bytes"]
 
 
+def test_keys_and_values_in_other_dtypes(tiny_llama: Path) -> None:
+    """``--kv`` reaches the cache, whose size and rounding are told."""
+    held = {name: invoke_json(tiny_llama, "--prompt", "a", "--kv", name) for name in ("float32", "float16", "int8")}
+    assert {record["cache_dtype"] for record in held.values()} == {*held}
+    assert held["float16"]["cache_bytes"] * 2 == held["float32"]["cache_bytes"]
+    assert held["int8"]["cache_bytes"] < held["float16"]["cache_bytes"]
+    shown = invoke(tiny_llama, "--prompt", "a", "--kv", "int8").stdout
+    assert "in int8: rounded by up to 1/254 of the largest number of each head and token" in shown
+
+
 def test_seed(tiny_llama: Path) -> None:
     """With a temperature, the same seed gives the same text; another one gives another."""
     first, again, other = (
@@ -133,6 +143,7 @@ def test_top_k_of_one_is_greedy(tiny_llama: Path) -> None:
         (("--device", "toaster"), q4.ConfigError),
         (("--device", "cuda:97"), q4.ConfigError),
         (("--dtype", "int8"), q4.ConfigError),
+        (("--kv", "int4"), q4.ConfigError),
     ],
 )
 def test_bad_options(options: tuple[str, str], error: type[Exception], tiny_llama: Path) -> None:

@@ -73,6 +73,27 @@ def test_prompts_have_the_bits_of_their_tokens(name: str) -> None:
     assert torch.equal(decoded(7, chunked), one(7, alone))
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 2e-3), (torch.int8, 5e-2)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_narrow_cache(name: str, dtype: torch.dtype, most: float) -> None:
+    """Programs and modules differ from a cache of float32 by its rounding alone, and chunks have their tokens' bits."""
+    decoder = build(packed=True, **OPTIONS[name])
+    with torch.inference_mode():
+        exact = decoder(torch.tensor([TOKENS]), decoder.make_cache(20))[0, -1]
+        decoder.cache_dtype = dtype
+        alone, chunked, by_modules = (decoder.make_cache(20) for _ in range(3))
+        assert alone.dtype is dtype
+        modules = decoder(torch.tensor([TOKENS]), by_modules)[0, -1]
+    many = prompt_program(decoder, chunked)
+    assert many is not None
+    for token in TOKENS:
+        logits = program_of(decoder, alone)(token, alone)
+    assert torch.equal(many(TOKENS, chunked), logits)
+    assert torch.equal(chunked.keys, alone.keys)
+    for found in (logits, modules):
+        assert 1e-6 < float((found - exact).abs().max() / exact.abs().max()) < most
+
+
 def test_a_prompt_makes_no_tensor_of_numbers(tiny_llama: Path) -> None:
     """What a chunk writes is memory that it had before: the logits stay where they are."""
     with LanguageModel.open(tiny_llama, CONFIG) as model:

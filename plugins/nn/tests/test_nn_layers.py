@@ -14,7 +14,8 @@ from q4_nn.blocks.attention import attend
 from q4_nn.blocks.cache import KVCache
 from q4_nn.blocks.norm import OffsetRMSNorm, RMSNorm
 from q4_nn.blocks.rotary import RopeScaling, RotaryEmbedding
-from q4core import InputError
+from q4_programs.cache_rows import narrowed, widened
+from q4core import ConfigError, InputError
 
 
 def close(result: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -144,6 +145,30 @@ def test_cache_is_written_in_place() -> None:
     assert torch.equal(values, torch.cat((-first, 2 * second), 1).transpose(1, 2))
     assert (cache.keys.data_ptr(), keys.untyped_storage().data_ptr()) == (address, address)
     assert cache.nbytes == 2 * 2 * 3 * 6 * 4 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
+def test_a_narrow_cache_gives_what_it_holds(dtype: torch.dtype) -> None:
+    """Keys and values come back rounded, new ones as well, those of a window too; memory is what their numbers need."""
+    cache = KVCache(2, 3, 8, capacity=12, windows=(None, 3), dtype=dtype)
+    parts = [torch.randn(2, 1, count, 3, 8) for count in (2, 1, 4, 1)]
+    for part in parts:
+        for layer in range(2):
+            keys, values = cache.write(layer, *part)
+            whole = torch.cat(parts, 2)[:, :, : cache.length + part.shape[2]].transpose(2, 3)
+            expected = widened(narrowed(whole, dtype), torch.float32)[..., -keys.shape[2] :, :]
+            assert keys.dtype is torch.float32
+            assert torch.equal(torch.stack((keys, values)), expected)
+            assert keys.shape[2] >= (min(3, whole.shape[3]) if layer else whole.shape[3])
+        cache.advance(part.shape[2])
+    row = {torch.int8: 8 + 4}.get(dtype, 16)
+    assert cache.nbytes == 2 * 3 * (12 + 6) * row
+
+
+def test_a_cache_of_whole_numbers() -> None:
+    """Only int8 has scales."""
+    with pytest.raises(ConfigError, match="dtype must be a floating dtype, or int8"):
+        KVCache(1, 1, 4, capacity=3, dtype=torch.int32)
 
 
 def test_cache_has_an_end() -> None:

@@ -16,6 +16,7 @@ __all__ = ["cache", "chat", "embed", "generate", "perplexity", "prepare"]
 COMPUTE_PATHS = ("auto", "kernel_only", "kernel_or_fallback", "dequant_matmul_only")
 PRECISIONS = ("auto", "exact", "int16", "int8", "fp4")
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("float32", "float16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -75,6 +76,15 @@ Dtype = Annotated[
         autocompletion=_one_of(*DTYPES),
     ),
 ]
+Kv = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        metavar="DTYPE",
+        help=f"Hold keys and values in {', '.join(KV_DTYPES)}. Defaults to the dtype of activations.",
+        autocompletion=_one_of(*KV_DTYPES),
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead.")]
 
 
@@ -95,6 +105,7 @@ def generate(  # noqa: PLR0913  # one argument per option
     compute_path: ComputePath = None,
     precision: Precision = None,
     dtype: Dtype = None,
+    kv: Kv = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate an answer, and show its cost and the backends that ran.
@@ -119,6 +130,7 @@ def chat(  # noqa: PLR0913  # one argument per option
     backend: Backend = None,
     precision: Precision = None,
     dtype: Dtype = None,
+    kv: Kv = None,
     as_json: AsJson = False,
 ) -> None:
     """Talk with a model: a question a line, until the end of the input (Ctrl-D).
@@ -146,6 +158,7 @@ def perplexity(  # noqa: PLR0913  # one argument per option
     compute_path: ComputePath = None,
     precision: Precision = None,
     dtype: Dtype = None,
+    kv: Kv = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how well a model predicts a text, and how far another precision differs.

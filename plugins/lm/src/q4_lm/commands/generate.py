@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 import typer
 from rich.console import Console
 
 import q4core as q4
+from q4_lm.commands.declared import KV_DTYPES
 from q4_lm.commands.progress import loading_shown, progress
 from q4_lm.commands.statistics import collect_statistics, print_statistics
 from q4_lm.generation.conversation import Conversation, stream_text
@@ -102,6 +104,14 @@ def config_of(
     return q4.SessionConfig(device=device, backend=backend, **{**asked, "compute_path": path})
 
 
+def cache_dtype(name: str | None) -> torch.dtype | None:
+    """Return what an option asks keys and values to be held in; None for the dtype of activations."""
+    if name is None or name in KV_DTYPES:
+        return None if name is None else getattr(torch, name)
+    hint = f"Did you mean {close!r}?" if (close := closest_name(name, KV_DTYPES)) else None
+    raise q4.ConfigError("q4", name="--kv", rule=" or ".join(KV_DTYPES), value=name, hint=hint)
+
+
 def generate(  # noqa: PLR0913  # one argument per option
     file: str,
     prompt: str,
@@ -119,11 +129,13 @@ def generate(  # noqa: PLR0913  # one argument per option
     compute_path: str | None,
     precision: str | None,
     dtype: str | None,
+    kv: str | None,
     as_json: bool,
 ) -> None:
     """Generate an answer, and show its cost and the backends that ran."""
     path = find_model(file)
     config = config_of(device, backend, compute_path, precision, dtype)
+    held = cache_dtype(kv)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -131,6 +143,7 @@ def generate(  # noqa: PLR0913  # one argument per option
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         with loading_shown():
             model = stack.enter_context(LanguageModel.open(path, config))
+        model.decoder.cache_dtype = held
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": prompt})
         tokens = model.tokenizer.encode(prompt) if raw else model.chat(messages)
@@ -169,6 +182,7 @@ def chat(  # noqa: PLR0913  # one argument per option
     backend: str | None,
     precision: str | None,
     dtype: str | None,
+    kv: str | None,
     as_json: bool,
 ) -> None:
     """Talk with a model: a question a line, until the end of the input (Ctrl-D).
@@ -177,12 +191,14 @@ def chat(  # noqa: PLR0913  # one argument per option
     """
     path = find_model(file)
     config = config_of(device, backend, None, precision, dtype)
+    held = cache_dtype(kv)
     sampler = Sampler(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         stack.enter_context(aside)
         with loading_shown():
             model = stack.enter_context(LanguageModel.open(path, config))
+        model.decoder.cache_dtype = held
         talk = Conversation(model, system=system, sampler=sampler, max_tokens=max_tokens)
         show: Callable[[str], None] = (lambda _: None) if as_json else _show
         while True:
@@ -210,10 +226,11 @@ def perplexity(  # noqa: PLR0913  # one argument per option
     compute_path: str | None,
     precision: str | None,
     dtype: str | None,
+    kv: str | None,
     as_json: bool,
 ) -> None:
     """Measure how well a model predicts a text, and how far another precision differs."""
-    path = find_model(file)
+    path, held = find_model(file), cache_dtype(kv)
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -228,6 +245,7 @@ def perplexity(  # noqa: PLR0913  # one argument per option
 
         reference = None if against is None else opened(against)
         model = opened(precision)
+        model.decoder.cache_dtype = held
         with progress("reading") as watch:
             found = measure_perplexity(model, content, window=window, reference=reference, watch=watch)
     if as_json:

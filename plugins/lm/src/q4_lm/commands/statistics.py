@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from q4_lm.generation.language_model import LanguageModel
     from q4_lm.generation.run import Generation
 
+_ROUNDED = {
+    "int8": " in int8: rounded by up to 1/254 of the largest number of each head and token",
+    "float16": " in float16: rounded by up to 1/2048 of each number",
+}
+"""What a cache's dtype costs; one of float32 rounds nothing."""
+
 __all__ = ["Statistics", "collect_statistics", "peak_resident_bytes", "print_statistics"]
 
 
@@ -78,6 +84,7 @@ class Statistics:
         prepared_bytes: Of all layers.
         source_bytes: Those of them that are the source, retained because a backend can't export.
         cache_bytes: Of keys and values.
+        cache_dtype: What they are held in.
         peak_resident_bytes: Of the process, mapped files included; None where unknown.
         paths: Which paths ran.
         reasons: Why others did not: fallback reasons and rejections, each once.
@@ -94,6 +101,7 @@ class Statistics:
     prepared_bytes: int
     source_bytes: int
     cache_bytes: int
+    cache_dtype: str
     peak_resident_bytes: int | None
     paths: tuple[PathUse, ...]
     reasons: tuple[str, ...]
@@ -136,6 +144,7 @@ def collect_statistics(model: LanguageModel, generation: Generation, *, open_sec
         prepared_bytes=report.prepared_bytes,
         source_bytes=report.source_bytes,
         cache_bytes=generation.cache.nbytes if generation.cache else 0,
+        cache_dtype=str(generation.cache.dtype).removeprefix("torch.") if generation.cache else "",
         peak_resident_bytes=peak_resident_bytes(),
         paths=tuple(uses.values()),
         reasons=tuple(reasons),
@@ -161,7 +170,7 @@ def print_statistics(statistics: Statistics, console: Console) -> None:
         ("time to first token", f"{statistics.first_token_seconds * 1e3:,.0f} ms"),
         ("opening and preparing", f"{statistics.open_seconds * 1e3:,.0f} ms"),
         ("prepared weights", _megabytes(statistics.prepared_bytes) + own),
-        ("key-value cache", _megabytes(statistics.cache_bytes)),
+        ("key-value cache", _megabytes(statistics.cache_bytes) + _ROUNDED.get(statistics.cache_dtype, "")),
         ("peak memory of the process", _megabytes(statistics.peak_resident_bytes)),
     ):
         facts.add_row(Text(name, style="bold"), Text(value))

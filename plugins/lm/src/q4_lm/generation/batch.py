@@ -10,6 +10,7 @@ import torch
 
 from q4_lm.generation.decoding import batch_program
 from q4_lm.generation.sampling import Sampler
+from q4_programs import layers_of, refuse
 from q4core import InputError
 
 if TYPE_CHECKING:
@@ -90,7 +91,11 @@ def generate_batch(  # noqa: PLR0913  # one argument per option
     ]
     capacity = min(max(map(len, prompts)) + max_tokens - 1, context)
     cache = decoder.make_batch_cache(capacity, batch)
-    program = batch_program(decoder, cache)
+    program = None
+    if decoder.cache_dtype in {None, torch.float32}:
+        program = batch_program(decoder, cache)
+    else:
+        refuse("batch TransformerDecoder", layers_of(decoder), f"a batch's cache is float32, not {decoder.cache_dtype}")
     if program is None:
         for start in range(0, len(rows), batch):
             _run_modules(decoder, rows[start : start + batch])

@@ -228,6 +228,8 @@ class TransformerDecoder(_Transformer):
         super().__init__(config)
         if not config.causal:
             raise ConfigError("decoder", name="causal", rule="True; an encoder is TransformerEncoder", value=False)
+        self.cache_dtype: torch.dtype | None = None
+        """What keys and values are held in: a floating dtype, or int8; None for that of activations."""
         self.norm = None if config.norm_position == "post" else _norm(config)
         self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
@@ -269,7 +271,7 @@ class TransformerDecoder(_Transformer):
             batch=batch,
             windows=self.config.windows,
             padding=padding,
-            dtype=self.dtype,
+            dtype=self.dtype if self.cache_dtype is None else self.cache_dtype,
             device=self.device,
         )
 

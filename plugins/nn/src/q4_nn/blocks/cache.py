@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4core import InputError
+from q4_programs.cache_rows import narrowed, row_columns, widened
+from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,7 @@ class CachePlaces:
         self.position = builder.number(numbers, count, count)
 
     def of(self, layer: int) -> tuple[Value, Value, Value]:
-        """Return keys and values [heads · room, head_dim] of a layer, and the places of the next positions in them."""
+        """Return keys and values [heads · room, …] of a layer, and the places of the next positions in them."""
         builder, entries, row, place = self._builder, *self._cache.entries_of(layer)
         whole = builder.bound(entries, "keys and values")
         room = math.prod(entries.shape[-4:-1])
@@ -119,8 +120,12 @@ class KVCache:
         windows: For each layer, how many positions a token sees (its own among them), or None for all.
         padding: int64 [B]: how many of the first positions of each sequence hold nothing, where prompts of different
             lengths are filled up on the left; or None.
-        dtype: dtype of keys and values.
+        dtype: Of keys and values: a floating one, or int8 with a float32 scale for each head and position. Those that
+            come in another one are rounded to it.
         device: Where they live.
+
+    Raises:
+        ConfigError: No cache is of that dtype.
     """
 
     def __init__(  # noqa: PLR0913  # one argument per size
@@ -136,7 +141,9 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (2, batch, heads, capacity, head_dim)
+        if not (dtype.is_floating_point or dtype is torch.int8):
+            raise ConfigError("key-value cache", name="dtype", rule="a floating dtype, or int8", value=dtype)
+        shape = (2, batch, heads, capacity, row_columns(head_dim, dtype))
         self._windows = {
             layer: _Window(window, shape, dtype, device)
             for layer, window in enumerate(windows)
@@ -166,6 +173,11 @@ class KVCache:
         """Restore the state of a copy or a pickle."""
         vars(self).update(state)
         self._bind()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of keys and values."""
+        return self.keys.dtype
 
     @property
     def nbytes(self) -> int:
@@ -201,21 +213,22 @@ class KVCache:
             values: The same shape.
 
         Returns:
-            Keys and values [B, heads, S, head_dim], the last T of them the new ones. ``advance`` moves ``length`` once
-            all layers have written.
+            Keys and values [B, heads, S, head_dim] as they are in the cache, the last T of them the new ones.
+            ``advance`` moves ``length`` once all layers have written.
 
         Raises:
             InputError: They don't fit.
         """
         self.require(keys.shape[1])
-        if (window := self._windows.get(layer)) is not None:
-            new = torch.stack((keys, values)).transpose(2, 3)
-            return window.write(new, self.length).unbind(0)  # type: ignore[return-value]  # two of them
         end = self.length + keys.shape[1]
-        all_keys, all_values = self._rows[layer]
-        all_keys[:, :, self.length : end] = keys.transpose(1, 2)
-        all_values[:, :, self.length : end] = values.transpose(1, 2)
-        return all_keys[:, :, :end], all_values[:, :, :end]
+        new = (narrowed(part, self.dtype).transpose(1, 2) for part in (keys, values))
+        if (window := self._windows.get(layer)) is not None:
+            seen = window.write(torch.stack([*new]), self.length)
+        else:
+            seen = self._rows[layer][..., :end, :]
+            for held, part in zip(seen, new, strict=True):
+                held[:, :, self.length :] = part
+        return widened(seen[0], keys.dtype), widened(seen[1], keys.dtype)
 
     def entries_of(self, layer: int) -> tuple[torch.Tensor, int, int]:
         """Return the tensor of a layer's keys and values, the layer's row there, and the index in ``next_places``."""
@@ -246,7 +259,7 @@ class KVCache:
         return min((window.most for window in self._windows.values() if window.most is not None), default=None)
 
     def seen(self, layer: int) -> torch.Tensor:
-        """Return what the next position sees of a layer before it: views, [2, B, heads, S, head_dim]."""
+        """Return what the next position sees of a layer before it, as it is held: views, [2, B, heads, S, …]."""
         if (window := self._windows.get(layer)) is None:
             return self._rows[layer][..., : self.length, :]
         held = self.length - window.first
