@@ -21,6 +21,7 @@ from benchmarks.cpu.ours import isa
 from benchmarks.generate import LLAMA, PEERS, TEXT, file_of
 from benchmarks.llama_cpp_model import LlamaModel
 from q4_lm import Generation, LanguageModel
+from q4_programs.cache_rows import row_columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,15 +37,26 @@ BATCH = 512
 """Tokens of a prompt that llama.cpp takes at once: its default."""
 DECODE, PREFILL, MEMORY = 1.75, 2.5, 1.02
 """Shares of llama.cpp's tokens per second that are aimed at; and of the bytes of a cache's numbers, at most."""
-OURS = {"q4core, int16 (default)": "auto", "q4core, int8": "int8"}
+OURS: dict[str, tuple[str, torch.dtype | None]] = {
+    "q4core, int16 (default)": ("auto", None),
+    "q4core, int16, cache of float16": ("auto", torch.float16),
+    "q4core, int16, cache of int8": ("auto", torch.int8),
+    "q4core, int8": ("int8", None),
+    "q4core, int8, cache of int8": ("int8", torch.int8),
+}
+"""Way → how activations are rounded, and what keys and values are held in."""
 _PARK_SECONDS = 0.02
 
 
-def _ours(model: LanguageModel, prompt: Sequence[int], steps: int) -> tuple[Callable[[int], Run], float]:
+def _ours(
+    model: LanguageModel, cache_dtype: torch.dtype | None, prompt: Sequence[int], steps: int
+) -> tuple[Callable[[int], Run], float]:
     """Return what runs a model of ours once, and its cache's bytes as a share of those of its numbers."""
     config = model.decoder.config
+    model.decoder.cache_dtype = cache_dtype
     cache = model.decoder.make_cache(len(prompt) + steps)
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * cache.capacity
+    rows = 2 * config.num_hidden_layers * config.num_key_value_heads * cache.capacity
+    row_bytes = row_columns(config.head_dim, cache.dtype) * cache.dtype.itemsize  # of int8 with its scale
 
     def run(threads: int) -> Run:
         torch.set_num_threads(threads)
@@ -54,7 +66,7 @@ def _ours(model: LanguageModel, prompt: Sequence[int], steps: int) -> tuple[Call
             pass
         return generation.prefill_seconds, generation.decode_seconds
 
-    return run, cache.nbytes / (numbers * cache.keys.element_size())
+    return run, cache.nbytes / (rows * row_bytes)
 
 
 def _sample(
@@ -79,8 +91,8 @@ def _sample(
 def measure(contexts: Sequence[int], steps: int, rounds: int, path: Path) -> dict[str, Any]:
     """Return tokens per second by context, threads and program; llama.cpp is said to be missing if it is."""
     models = {
-        name: LanguageModel.open(path, q4.SessionConfig(device="cpu", activation_precision=precision), cache="off")
-        for name, precision in OURS.items()
+        precision: LanguageModel.open(path, q4.SessionConfig(device="cpu", activation_precision=precision), cache="off")
+        for precision in {precision: None for precision, _ in OURS.values()}
     }
     distribution = PEERS[LLAMA][0]
     peer: dict[str, Any] = {"distribution": distribution, "installed": False, "why": "not installed"}
@@ -90,8 +102,8 @@ def measure(contexts: Sequence[int], steps: int, rounds: int, path: Path) -> dic
         count = context - steps  # the last new token is not fed back
         prompt = next(iter(models.values())).tokenizer.encode(TEXT * count)[:count]
         runs, shares = {}, {}
-        for name, model in models.items():
-            runs[name], shares[name] = _ours(model, prompt, steps)
+        for name, (precision, cache_dtype) in OURS.items():
+            runs[name], shares[name] = _ours(models[precision], cache_dtype, prompt, steps)
         try:
             llama = LlamaModel(path, context, batch=min(BATCH, context), has_flash_attention=True)
         except ImportError:
@@ -139,7 +151,7 @@ def main(arguments: Sequence[str] = ()) -> None:
                     f"{kind} {values['median']:.0f} ({values['p10']:.0f} … {values['p90']:.0f})"
                     for kind, values in kinds.items()
                 )
-                print(f"context {context}  {threads} threads  {name:<24} {rates} tokens/s")
+                print(f"context {context}  {threads} threads  {name:<32} {rates} tokens/s")
     for name, facts in result["peers"].items():
         print(f"{name}: {facts['version'] if facts['installed'] else facts['why']}")
     for line in verdict.lines(judged):

@@ -21,19 +21,25 @@ if TYPE_CHECKING:
 TEXTS = Path(__file__).parents[1] / "LICENSE", Path(__file__).parent / "sentences.txt"
 """English prose that every clone has and that is not edited."""
 WINDOW = 512
-PRECISIONS = {
-    "q4core, exact": "exact",
-    "q4core, int16 activations (default)": "int16",
-    "q4core, int8 activations": "int8",
+PRECISIONS: dict[str, tuple[str, torch.dtype | None]] = {
+    "q4core, exact": ("exact", None),
+    "q4core, int16 activations (default)": ("int16", None),
+    "q4core, int8 activations": ("int8", None),
+    "q4core, exact, keys and values in float16": ("exact", torch.float16),
+    "q4core, exact, keys and values in int8": ("exact", torch.int8),
 }
+"""Name → how activations are rounded, and what keys and values are held in."""
 EXACT = "q4core, exact"
 LLAMA = "llama.cpp"
 BASE = "q4core, reference"
 """What the others are compared with: weights decoded exactly, products in float32 by torch."""
 
 
-def _ours(path: Path, config: q4.SessionConfig) -> tuple[LanguageModel, Callable[[Sequence[int]], torch.Tensor]]:
+def _ours(
+    path: Path, config: q4.SessionConfig, cache_dtype: torch.dtype | None = None
+) -> tuple[LanguageModel, Callable[[Sequence[int]], torch.Tensor]]:
     model = LanguageModel.open(path, config)
+    model.decoder.cache_dtype = cache_dtype
 
     def logits(tokens: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -58,8 +64,8 @@ def measure(characters: int) -> dict[str, Any]:
     reference = q4.SessionConfig(device="cpu", activation_precision="exact", compute_path="dequant_matmul_only")
     model, base = _ours(path, reference)
     programs = {
-        name: _ours(path, q4.SessionConfig(device="cpu", activation_precision=precision))[1]
-        for name, precision in PRECISIONS.items()
+        name: _ours(path, q4.SessionConfig(device="cpu", activation_precision=precision), cache_dtype)[1]
+        for name, (precision, cache_dtype) in PRECISIONS.items()
     }
     peer: dict[str, Any] = {"distribution": "llama-cpp-python", "installed": False}
     try:
@@ -102,7 +108,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     written = record.write("precision", result, folder=record.BUILD if options.quick else record.RESULTS)
     print(f"{result['tokens']} tokens of {result['text']}, against {result['against']}")
     for name, own in result["programs"].items():
-        print(f"{name:<36} KL {own['kl_divergence']:.1e}, equal next tokens {own['equal_next_tokens']:.1%}")
+        print(f"{name:<42} KL {own['kl_divergence']:.1e}, equal next tokens {own['equal_next_tokens']:.1%}")
     print(f"written: {written}")
 
 
