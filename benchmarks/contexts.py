@@ -42,7 +42,6 @@ OURS: dict[str, tuple[str, torch.dtype | None]] = {
     "q4core, int16, cache of float16": ("auto", torch.float16),
     "q4core, int16, cache of int8": ("auto", torch.int8),
     "q4core, int8": ("int8", None),
-    "q4core, int8, cache of int8": ("int8", torch.int8),
 }
 """Way → how activations are rounded, and what keys and values are held in."""
 _PARK_SECONDS = 0.02
