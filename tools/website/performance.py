@@ -48,6 +48,7 @@ TITLES = {
     "embeddings": ("Sentence embeddings in four bits", "python -m benchmarks embeddings", "models-from-files.md"),
     "encoders-avx512": ("MiniLM in four bits", "python -m benchmarks encoders", "models-from-files.md"),
     "vllm": ("Served by vLLM: right tokens", "nox -s vllm", "serve.md"),
+    "vllm-speed-avx512": ("Served by vLLM: speed", "python -m benchmarks.serving", "serve.md"),
     "gpu-nvidia-h100-80gb-hbm3": ("An NVIDIA H100", "nox -s gpu", "gpu.md"),
     "snn": ("Spiking networks", "python -m benchmarks snn", "spiking.md"),
     "snn-avx2": ("Spiking networks, AVX2", "Q4_CPU_ISA=avx2 python -m benchmarks snn", "spiking.md"),

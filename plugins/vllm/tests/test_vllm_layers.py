@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Round no activations: errors of cuts are then far above those of float32."""
     monkeypatch.setenv("Q4_PRECISION", "exact")
     monkeypatch.setattr("q4_vllm.checks._installed", lambda: "0.32.0")  # no release is installed here
+    monkeypatch.setenv("Q4_CACHE", "off")
 
 
 def _close(y: torch.Tensor, expected: torch.Tensor) -> None:
@@ -266,6 +268,35 @@ def test_one_report_of_a_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "layers=5" in worker
     assert sum(line.startswith("q4: rank 0 has 5 packed layers") for line in lines) == 1
     assert "checkpoint" not in vars(config)
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_workers_share_what_is_prepared(has_cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker of a rank writes a file, later ones map it and prepare nothing; no rank takes another's part.
+
+    Without q4-lm there is no cache, and every worker prepares its layers.
+    """
+    if not has_cache:
+        monkeypatch.setitem(sys.modules, "q4_lm.prepared.opening", None)
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setenv("Q4_CACHE", str(cache))
+    _save(folder, SHAPES)
+    x = torch.randn(3, HIDDEN)
+    found = []
+    for rank in (0, 0, 1, 0):
+        stubs.parallel(monkeypatch, rank, 2)
+        layers = _model()
+        config = _opened(folder)
+        methods = dict(zip(layers, _filled(config, list(layers.values())), strict=True))
+        y = torch.cat([methods[part].apply(layers[part], x) for part in ("qkv", "gate_up", "head")], 1)
+        (made,) = config._layers.values()
+        found.append((y, len(made._made)))
+    assert [count for _, count in found] == ([5, 0, 5, 0] if has_cache else [5] * 4)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][0], found[3][0])
+    assert not torch.equal(found[0][0], found[2][0])
+    assert cache.exists() is has_cache
 
 
 def test_compiled_graphs_have_names_alone(tmp_path: Path) -> None:

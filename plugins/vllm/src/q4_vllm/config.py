@@ -25,9 +25,10 @@ from vllm.platforms import current_platform
 import q4core as q4
 from q4_vllm.checks import check_folder, check_fusions, check_platform, check_version, raise_unplaced
 from q4_vllm.experts import Q4ExpertsMethod, parts_of_experts
-from q4_vllm.gguf import open_folder
+from q4_vllm.gguf import open_folder, source_of
 from q4_vllm.linear import Q4EmbeddingMethod, Q4LinearMethod
-from q4_vllm.report import report
+from q4_vllm.prepared import RankLayers
+from q4_vllm.report import rank_of, report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Q4Config"]
 
 logger = init_logger("vllm.q4")
-_OWN = {"checkpoint", "_sessions"}
+_OWN = {"checkpoint", "_layers"}
 """What each process has for itself: mapped files can't be pickled, and need not be."""
 
 
@@ -54,26 +55,30 @@ class Q4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM has no types h
         self._stored: dict[str, str] = {}  # vLLM's name → the checkpoint's
         self._placed: set[str] = set()
         self._waiting: set[str] = set()
-        self._sessions: dict[torch.dtype, q4.Session] = {}
+        self._layers: dict[torch.dtype, RankLayers] = {}
 
     @functools.cached_property
     def checkpoint(self) -> q4.Checkpoint | GgufFolder:
         """The folder, open."""
         return open_folder(Path(self.folder))
 
-    def session(self, dtype: torch.dtype) -> q4.Session:
-        """Return this process's session for activations of a dtype; ``Q4_*`` variables choose backend and precision."""
-        if dtype not in self._sessions:
-            self._sessions[dtype] = q4.Session(q4.SessionConfig(device="cpu", compute_dtype=dtype), name="vllm")
-        return self._sessions[dtype]
+    def layers(self, dtype: torch.dtype) -> RankLayers:
+        """Return this process's layers for activations of a dtype; ``Q4_*`` variables choose backend and precision."""
+        if dtype not in self._layers:
+            session = q4.Session(q4.SessionConfig(device="cpu", compute_dtype=dtype), name="vllm")
+            config = get_current_vllm_config_or_none()
+            cut = "1" if config is None else str(config.parallel_config.tensor_parallel_size)
+            place = {"engine": "vllm", "rank": "{} of {}".format(*rank_of()), "tensor_parallel": cut}
+            self._layers[dtype] = RankLayers(source_of(Path(self.folder)), session, place)
+        return self._layers[dtype]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what each process has for itself."""
         return {name: value for name, value in vars(self).items() if name not in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with no session."""
-        self.__dict__.update(state, _sessions={})
+        """Start with no layers."""
+        self.__dict__.update(state, _layers={})
 
     # -- what vLLM asks before it makes a model
 
@@ -205,6 +210,8 @@ class Q4Config(QuantizationConfig):  # type: ignore[misc]  # vLLM has no types h
             raise_unplaced(sorted(set(self._stored.values()) - self._placed), self.folder)
         self._waiting -= set(names)
         if not self._waiting:
-            report(self._sessions.values(), logger)
+            for layers in self._layers.values():
+                layers.finish()
+            report((layers.session for layers in self._layers.values()), logger)
             self.checkpoint.close()
             del self.checkpoint

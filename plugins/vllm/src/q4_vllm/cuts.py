@@ -12,6 +12,8 @@ import q4core as q4
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from q4_vllm.prepared import RankLayers
+
 __all__ = ["Cut", "Piece", "RankLayer", "prepare"]
 
 
@@ -70,7 +72,7 @@ class RankLayer:
 
 
 def prepare(
-    cuts: Sequence[Cut], rows: int, checkpoint: Mapping[str, q4.PackedWeight], session: q4.Session, name: str
+    cuts: Sequence[Cut], rows: int, checkpoint: Mapping[str, q4.PackedWeight], layers: RankLayers, name: str
 ) -> RankLayer:
     """Return a rank's layer, prepared; weights are joined where they are of one form, and else run one by one.
 
@@ -78,7 +80,7 @@ def prepare(
         cuts: What of which weights, in the order of y.
         rows: N of the rank.
         checkpoint: Where the weights are.
-        session: What they are prepared under.
+        layers: Those of the rank, to which this one is added.
         name: For messages and reports.
 
     Raises:
@@ -88,15 +90,19 @@ def prepare(
     covers = [checkpoint[cut.stored].cover(rows=cut.rows, columns=cut.columns) for cut in cuts]
     whole = all(cover.cut == slice(0, cover.weight.out_features) for cover in covers)
     if len(covers) > 1 and whole and len({cover.pad for cover in covers}) == 1:
-        try:
-            joined = q4.cat([cover.weight for cover in covers], name=name)
-        except q4.WeightError:  # Q4_K and Q6_K in one fusion, say
-            pass
-        else:
-            covers = [q4.Cover(joined, covers[0].pad, slice(0, joined.out_features))]
+        joined = layers.find(key := f"{name}: {[*cuts]}")
+        if joined is None:
+            try:
+                weight = q4.cat([cover.weight for cover in covers], name=name)
+            except q4.WeightError:  # Q4_K and Q6_K in one fusion, say
+                pass
+            else:
+                joined = layers.make(key, weight, name)
+        if joined is not None:
+            return RankLayer([Piece(joined, covers[0].pad, slice(0, joined.out_features))], rows)
     names = [name] if len(covers) == 1 else [f"{name}[{cut.stored.rpartition('.')[2]}]" for cut in cuts]
-    pieces = [
-        Piece(session.linear(cover.weight, name=label), cover.pad, cover.cut)
-        for cover, label in zip(covers, names, strict=True)
-    ]
+    pieces = []
+    for cover, cut, label in zip(covers, cuts, names, strict=True):
+        found = layers.find(key := f"{label}: {cut}")
+        pieces.append(Piece(layers.make(key, cover.weight, label) if found is None else found, cover.pad, cover.cut))
     return RankLayer(pieces, rows)

@@ -95,7 +95,7 @@ class Q4ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM has no 
         """Prepare this rank's part of each expert."""
         hidden, inner, dtype = layer.q4_sizes
         rank = self.moe.moe_parallel_config.tp_rank
-        session, checkpoint = self.config.session(dtype), self.config.checkpoint
+        layers, checkpoint = self.config.layers(dtype), self.config.checkpoint
         experts: list[tuple[RankLayer, RankLayer]] = []
         for number, names in enumerate(self.parts):
             rows = inner * (2 if len(names) == 2 else 1)  # noqa: PLR2004  # gate and up in one, row by row
@@ -104,8 +104,8 @@ class Q4ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]  # vLLM has no 
             label = f"{self.prefix}.{number}"
             experts.append(
                 (
-                    prepare(ins, 2 * inner, checkpoint, session, f"{label}.gate_up"),
-                    prepare(outs, hidden, checkpoint, session, f"{label}.down"),
+                    prepare(ins, 2 * inner, checkpoint, layers, f"{label}.gate_up"),
+                    prepare(outs, hidden, checkpoint, layers, f"{label}.down"),
                 )
             )
         layer.__dict__["q4"] = experts

@@ -16,7 +16,7 @@ import q4core as q4
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["GgufFolder", "make_folder", "open_folder"]
+__all__ = ["GgufFolder", "make_folder", "open_folder", "source_of"]
 
 _WHAT = "a GGUF file for vLLM"
 _LINK, _DENSE = "model.gguf", "model.safetensors"
@@ -88,8 +88,13 @@ def open_folder(folder: Path) -> q4.Checkpoint | GgufFolder:
     Raises:
         CheckpointError, SchemaError: As a file or folder that can't be read raises them.
     """
+    return q4.open(folder) if source_of(folder) == folder else GgufFolder(folder)
+
+
+def source_of(folder: Path) -> Path:
+    """Return where a folder's packed weights are: the GGUF file that it links to, or the folder."""
     link = folder / _LINK
-    return GgufFolder(folder) if link.is_symlink() or link.exists() else q4.open(folder)
+    return link.resolve() if link.is_symlink() or link.exists() else folder
 
 
 def make_folder(file: Path, folder: Path) -> Path:

@@ -52,7 +52,7 @@ class Q4LinearMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no typ
         columns, sizes, dtype = layer.q4_sizes
         shapes = [self.config.shape(name) for name in self.parts]
         cuts = cuts_of(layer, self.parts, shapes, columns, sizes, self.prefix)
-        found = prepare(cuts, sum(sizes), self.config.checkpoint, self.config.session(dtype), self.prefix)
+        found = prepare(cuts, sum(sizes), self.config.checkpoint, self.config.layers(dtype), self.prefix)
         layer.__dict__["q4"] = found  # which holds it: the op's table does not
         layer.q4_name = add_layer(self.prefix, found)
         self.config.finish(self.parts)

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
     import q4core as q4
 
-__all__ = ["report"]
+__all__ = ["rank_of", "report"]
+
+
+def rank_of() -> tuple[int, int]:
+    """Return this process's rank, and how many there are."""
+    distributed = torch.distributed
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
 def report(sessions: Iterable[q4.Session], logger: Any) -> None:
@@ -28,7 +34,7 @@ def report(sessions: Iterable[q4.Session], logger: Any) -> None:
     records = [record for session in sessions for record in session.report().layers]
     for record in records:
         emit("q4.vllm.layer", level=logging.INFO, layer=record.layer, **record.summary())
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    rank, _ = rank_of()
     prepared = sum(record.prepared_bytes for record in records)
     runners = Counter(f"{record.backend} {record.format}" for record in records)
     served = ", ".join(f"{runner} ({count})" for runner, count in runners.most_common())
