@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -60,6 +61,8 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {"intermediate_size": 768},
     ),  # of which two ranks have one and a half super-blocks
     "moe": ("Qwen3Moe", "bitsandbytes", "nf4", _MOE),
+    "moe-q4_0": ("Qwen3Moe", "gguf", "Q4_0", _MOE),
+    "mixtral-q4_0": ("Mixtral", "gguf", "Q4_0", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 """Name → transformers' class, dialect, format, and sizes of its own."""
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "Q4_PRECISION": "exact"}
@@ -111,7 +114,7 @@ def save_models(  # noqa: PLR0913  # the facts of a model
             parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(3)
     model.save_pretrained(dense)
     state = safetensors.load_file(dense / "model.safetensors")
-    chosen = [key for key, value in state.items() if value.dim() == 2 and "proj." in key]  # noqa: PLR2004  # matrices
+    chosen = [key for key, value in state.items() if value.dim() == 2 and re.search(r"proj\.|\.experts\.", key)]  # noqa: PLR2004  # matrices
     options = {"block_size": 64, "symmetric": dialect.startswith("compressed")} if format_ == "int4" else {}
     weights = {}
     for key in chosen:

@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 
 import q4core as q4
 from q4_vllm.config import Q4Config
+from q4_vllm.experts import parts_of_experts
 from q4_vllm.gguf import make_folder
+from tests.support.hf_folders import FAMILIES, write_folder
 from tests.support.tiny_llama import write_tiny_llama
 
 if TYPE_CHECKING:
@@ -76,6 +78,34 @@ def test_layers_are_the_files(file: Path, tmp_path: Path) -> None:
         method.process_weights_after_loading(layer)
         y = method.apply(layer, x)[:, : len(weight)]
         torch.testing.assert_close(y.double(), x.double() @ weight.mT, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "block", "parts"),
+    [
+        ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
+        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
+    ],
+)
+def test_experts_of_a_file(family: str, block: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    """Each expert is layers of its own, under the names that vLLM asks for, with the numbers that it was made of."""
+    source, file = write_folder(tmp_path / "source", FAMILIES[family]), tmp_path / "experts.gguf"
+    command = [sys.executable, "-m", "q4_cli", "convert", str(source), str(file), "--dialect", "gguf"]
+    subprocess.run(command, check=True, capture_output=True)
+    folder = make_folder(file, tmp_path / "folder")
+    config = Q4Config()
+    config.maybe_update_config(str(folder), SimpleNamespace(architectures=[]))
+    layer = SimpleNamespace(moe_config=stubs.moe_config(4))
+    for name, part in zip(("gate", "up", "down"), parts, strict=True):
+        setattr(layer, f"ckpt_{name}_proj_name", part)
+    found = parts_of_experts(layer, f"model.layers.1.{block}.experts", config._stored)
+    assert found is not None
+    with q4.open(source) as checkpoint:
+        for number, names in enumerate(found):
+            for name, part in zip(names, ("gate", "up", "down"), strict=True):
+                expected = q4.dequantize(checkpoint[f"model.layers.1.mlp.experts.{number}.{part}_proj"], torch.float32)
+                assert torch.equal(q4.dequantize(config.checkpoint[name], torch.float32), expected)
+    assert f"model.layers.1.{block}.gate.weight" in load_file(folder / "model.safetensors")
 
 
 def test_what_vllm_reads(file: Path, tmp_path: Path) -> None:

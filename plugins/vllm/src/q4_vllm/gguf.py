@@ -79,7 +79,7 @@ def _folder_of(checkpoint: q4.Checkpoint) -> Any:
     except ModuleNotFoundError as error:
         hint = "pip install q4-lm"
         raise q4.ConfigError(_WHAT, name="package", rule="q4-lm", value="none", hint=hint) from error
-    return exchange.to_hf_folder(checkpoint, packed_head=True)
+    return exchange.to_hf_folder(checkpoint, for_engine=True)
 
 
 def open_folder(folder: Path) -> q4.Checkpoint | GgufFolder:

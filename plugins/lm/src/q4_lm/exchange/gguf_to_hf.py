@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,16 @@ __all__ = ["HfFolder", "LazyItems", "to_hf_folder"]
 
 _CHUNK_ELEMENTS = 1 << 24
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
+_EXPERTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "qwen3_moe": ((r"\.mlp\.router\.", ".mlp.gate."),),
+    "mixtral": (
+        (r"\.mlp\.router\.", ".block_sparse_moe.gate."),
+        (r"\.mlp\.(experts\.\d+)\.gate_proj", r".block_sparse_moe.\1.w1"),
+        (r"\.mlp\.(experts\.\d+)\.down_proj", r".block_sparse_moe.\1.w2"),
+        (r"\.mlp\.(experts\.\d+)\.up_proj", r".block_sparse_moe.\1.w3"),
+    ),
+}
+"""Kind of model → what its checkpoints call a router and experts; others have experts in one tensor, or biases."""
 
 
 class LazyItems(Mapping[str, Any]):
@@ -72,12 +83,13 @@ class HfFolder:
     files: Mapping[str, str]
 
 
-def to_hf_folder(checkpoint: Checkpoint, *, packed_head: bool = False) -> HfFolder:
+def to_hf_folder(checkpoint: Checkpoint, *, for_engine: bool = False) -> HfFolder:
     """Return an opened GGUF file's model as a folder.
 
     Args:
         checkpoint: The opened file.
-        packed_head: Whether a head that shares the packed matrix of the embedding is a packed layer of its own.
+        for_engine: Whether an engine takes it, which has each expert as layers of its own, and a head that shares the
+            packed matrix of the embedding as a packed layer. Folders of transformers' libraries have neither.
 
     Raises:
         CheckpointError: The file is malformed, or transformers has no kind of model that computes the same.
@@ -85,20 +97,28 @@ def to_hf_folder(checkpoint: Checkpoint, *, packed_head: bool = False) -> HfFold
     metadata = Metadata(checkpoint.metadata, str(checkpoint.path))
     own, theirs = header_to_hf(checkpoint, metadata)
     architecture = find_architecture(metadata)
-    if own.num_experts or not own.causal:
+    kind = theirs["model_type"]
+    if not own.causal or (own.num_experts and not (for_engine and kind in _EXPERTS)):
         metadata.fail("general.architecture", "a decoder's without experts, for a folder", architecture.name)
     names = architecture.names(own)
-    dense = {to_hf_name(names.ours(name), own): name for name in checkpoint.dense if name not in {FACTORS, LONG, SHORT}}
+
+    def their_name(ours: str) -> str:
+        name = to_hf_name(ours, own)
+        for pattern, replacement in _EXPERTS[kind] if own.num_experts else ():
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    dense = {their_name(names.ours(name)): name for name in checkpoint.dense if name not in {FACTORS, LONG, SHORT}}
     modules = {names.ours(name): name for name in checkpoint}
     shared = modules.pop(_EMBEDDING, None)
     if shared is not None:
         dense[f"{to_hf_name(_EMBEDDING, own)}.weight"] = shared
     if own.tie_word_embeddings:
         modules.pop(_HEAD, None)
-        if packed_head and shared is not None:
+        if for_engine and shared is not None:
             modules[_HEAD] = shared
             theirs["tie_word_embeddings"] = False
-    packed = {_HEAD if ours == _HEAD else to_hf_name(ours, own): name for ours, name in modules.items()}
+    packed = {_HEAD if ours == _HEAD else their_name(ours): name for ours, name in modules.items()}
     numbers = ("bos_token_id", "eos_token_id", "pad_token_id")
     generation = {name: theirs[name] for name in numbers if theirs[name] is not None}
     parts = _Parts(checkpoint, own, torch.float32)
