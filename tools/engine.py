@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {"intermediate_size": 768},
     ),  # of which two ranks have one and a half super-blocks
     "moe": ("Qwen3Moe", "bitsandbytes", "nf4", _MOE),
-    "moe-q4_0": ("Qwen3Moe", "gguf", "Q4_0", _MOE),
+    "moe-q4_0": ("Qwen3Moe", "gguf", "Q4_0", {**_MOE, "norm_topk_prob": True}),  # as such a file is read
     "mixtral-q4_0": ("Mixtral", "gguf", "Q4_0", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 """Name → transformers' class, dialect, format, and sizes of its own."""
