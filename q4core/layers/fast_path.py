@@ -81,8 +81,8 @@ def _make_anywhere(  # noqa: C901, PLR0913  # one flat list of conditions: each 
     bias_shape = (outputs,)
     in_bytes, out_bytes = features * dtype.itemsize, outputs * dtype.itemsize
     names = [segment.path.name for segment in plan.segments]
-    one_row, one_result = (1, features) if plan.segments[0].low == 1 else None, (1, outputs)
-    one_before = -out_bytes
+    one_row, one_token = ((1, features), (1, 1, features)) if plan.segments[0].low == 1 else (None, None)
+    one_result, token_result, one_before = (1, outputs), (1, 1, outputs), -out_bytes
     segment_index, grad_enabled, plain = plan.segment_index, torch.is_grad_enabled, PLAIN
     modes, overrides, transform, autocast = dispatch_modes, function_modes, innermost_transform, casts
     recorded, default_dtype = is_recorded, torch.get_default_dtype
@@ -120,8 +120,11 @@ def _make_anywhere(  # noqa: C901, PLR0913  # one flat list of conditions: each 
         ):  # replaced since; the slow way says what is wrong
             return None
         shape = x.shape
+        expected: tuple[int, ...]
         if shape == one_row:  # a token's, of which every further step counts
             two, rows, index, expected, before, after = True, 1, 0, one_result, one_before, in_bytes
+        elif shape == one_token:
+            two, rows, index, expected, before, after = False, 1, 0, token_result, one_before, in_bytes
         else:
             if not shape or shape[-1] != features:
                 return None

@@ -86,6 +86,8 @@ class Q4Linear(nn.Module):
     in_features: int
     out_features: int
     bias: nn.Parameter | None
+    casts_input: bool = False
+    """Whether x of another floating-point dtype is cast to the layer's, and the result back."""
     session_name: str | None = None
     """Of the session that made the layer, or the layer of which it is a copy: its events name it."""
     _weight: LayerWeight
@@ -441,6 +443,8 @@ class Q4Linear(nn.Module):
                     return y
         parameters = self._parameters
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401  # self.bias costs 0.5 µs
+        if self.casts_input and isinstance(x, torch.Tensor) and x.dtype is not self.dtype and x.is_floating_point():
+            x, out_dtype = x.to(self.dtype), out_dtype or x.dtype
         return self._forward(x, bias, out_dtype, out)
 
     def with_bias(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

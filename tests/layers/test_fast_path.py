@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import q4core as q4
 from tests.support.fakes import FakeBackend, registry
+from tests.support.frames import functions_entered
 from tests.support.pretended import DEVICE, Pretence, on_another_device, pretended_cuda
 from tests.support.samples import random_weight
 
@@ -81,7 +82,7 @@ def watched(request: pytest.FixtureRequest) -> Iterator[_Watched]:
         yield _Watched(request.param)
 
 
-@pytest.mark.parametrize("shape", [(K,), (1, K), (7, K), (2, 3, K)])
+@pytest.mark.parametrize("shape", [(K,), (1, K), (1, 1, K), (7, K), (2, 3, K)])
 @pytest.mark.parametrize("has_out", [False, True])
 def test_a_plain_call_on_a_cuda_device_goes_straight_to_the_backend(
     seen: Pretence, cuda: _Watched, shape: tuple[int, ...], has_out: bool
@@ -97,6 +98,29 @@ def test_a_plain_call_on_a_cuda_device_goes_straight_to_the_backend(
     assert (y.device, y.dtype, y.shape) == (torch.device(DEVICE), torch.float32, (*shape[:-1], N))
     assert torch.allclose(y.cpu(), cuda.expected(x), atol=1e-4)
     assert cuda.layer.diagnostics().calls == (1,)
+
+
+@pytest.mark.parametrize("shape", [(1, K), (1, 1, K)])
+def test_a_token_enters_no_other_function(shape: tuple[int, ...]) -> None:
+    """A row's call goes from the layer's forward to the fast path, and from there to the backend."""
+    session = q4.Session(registry=registry(FakeBackend()))
+    layer = session.linear(q4.quantize(torch.randn(N, K), "nf4"), torch.ones(N))
+    x = torch.randn(*shape)
+    found = functions_entered(lambda: layer(x), "q4core.", "tests.support.fakes")
+    expected = ["q4core.layers.linear.forward", "q4core.layers.fast_path.fast", "tests.support.fakes.linear"]
+    assert found[:3] == expected  # and what the fake one computes by
+    assert not [name for name in found[3:] if name.startswith(("q4core.layers", "q4core.ops", "q4core.selection"))]
+
+
+def test_a_token_of_three_sizes_is_checked_as_a_row_is() -> None:
+    """x of [1, 1, K] has the same bits, and an out that overlaps it, or has another shape, is refused."""
+    session = q4.Session(registry=registry(FakeBackend()))
+    layer = session.linear(q4.quantize(torch.randn(K, K), "nf4"), torch.ones(K))
+    x = torch.randn(1, 1, K)
+    assert torch.equal(layer(x), layer(x.view(1, K)).view(1, 1, K))
+    for out in (x, torch.empty(1, K), torch.empty(1, 1, K, dtype=torch.float64)):
+        with pytest.raises(q4.InputError, match="out"):
+            layer(x, out=out)
 
 
 def test_on_another_current_device_the_op_makes_xs_device_the_current_one(seen: Pretence, cuda: _Watched) -> None:

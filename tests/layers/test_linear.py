@@ -379,6 +379,27 @@ def test_autocast_casts_to_the_layers_dtype(session: q4.Session) -> None:
         assert torch.equal(layer(x), layer(x.float()))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_that_casts_its_input_answers_in_xs_dtype(dtype: torch.dtype, session: q4.Session) -> None:
+    """Where ``casts_input`` is set, x of another float dtype gives what the cast x does, in x's dtype."""
+    layer, x = session.linear(_weight()), _x(5, K, dtype=dtype)
+    with pytest.raises(q4.InputError, match="x must be"):
+        layer(x)
+    layer.casts_input = True
+    expected = layer(x.float())
+    assert torch.equal(layer(x), expected.to(dtype))
+    assert layer(x, out_dtype=torch.float32).dtype is torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype is dtype
+    for wrong in (x.long(), [1.0]):
+        with pytest.raises(q4.InputError, match="x must be"):
+            layer(wrong)
+    traced = x.clone().requires_grad_()
+    layer(traced).sum().backward()
+    assert traced.grad is not None
+    assert traced.grad.dtype is dtype
+
+
 @pytest.mark.parametrize("exports", [True, False])
 def test_twelve_layers_compile_into_one_graph(exports: bool) -> None:
     """``fullgraph=True`` over twelve layers is one graph, right, and counted layer by layer."""

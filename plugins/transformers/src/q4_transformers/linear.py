@@ -125,6 +125,7 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight acts as a p
     """Whether it replaces a ``Conv1D`` of transformers, whose dense weight is [K, N]."""
     is_read: bool = False
     """Whether the model's own code reads its weight, which then returns a dequantised one."""
+    casts_input = True
 
     @property
     def weight(self) -> WeightInfo:  # type: ignore[override]  # as for the class
@@ -139,15 +140,6 @@ class HfLinear(Q4Linear, nn.Linear):  # type: ignore[misc]  # weight acts as a p
     def dequantize(self) -> torch.Tensor:
         """Return the dense weight [N, K] in the layer's dtype."""
         return dequantize(self.packed_weight(), self.dtype)
-
-    def forward(
-        self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return ``x @ wᵀ + bias`` in the dtype of x, [..., N]; other arguments are ``Q4Linear.forward``'s."""
-        dtype = self.dtype
-        if x.dtype is dtype or not x.is_floating_point():
-            return super().forward(x, out_dtype=out_dtype, out=out)
-        return super().forward(x.to(dtype), out_dtype=out_dtype or x.dtype, out=out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the layer, but not for PEFT, which would save its copy as trained, and train nothing of it.
