@@ -27,8 +27,9 @@ def find_padding(
         windows: How many positions each layer sees, or None.
     """
     batch, count = shape
-    masks = [*_masks(mask, windows)]
-    end = length + count
+    masks, end = [*_masks(mask, windows)], length + count
+    if all(_hides_nothing(item, (batch, end)) for item, _ in masks):
+        masks = []
     given = [item for item in positions if item is not None]
     if any(item.shape[-1] != count or item.numel() not in {count, count * batch} for item in given):
         return _OWN_POSITIONS
@@ -55,6 +56,10 @@ def _masks(mask: Any, windows: Sequence[int | None]) -> Iterator[tuple[Any, set[
     for name, item in mask.items() if isinstance(mask, dict) else [("", mask)]:
         if item is not None:
             yield item, kinds.get(name, every)
+
+
+def _hides_nothing(mask: Any, shape: tuple[int, int]) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.shape == shape and bool(mask.all())
 
 
 def _padding(mask: Any, positions: Sequence[torch.Tensor], end: int, batch: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 from collections import Counter
@@ -18,7 +19,7 @@ from q4_nn.blocks.cache import CachePlaces
 from q4_programs import ProgramBuilder, Watch, refuse
 from q4_transformers.names import CACHE
 from q4_transformers.padding import find_padding
-from q4_transformers.slots import PaddedCache, Slot, content_problem, give_back, layers_of_cache, room_for, slot_of
+from q4_transformers.slots import PaddedCache, Slot, content_problem, find_slot, give_back, layers_of_cache, room_for
 from q4_transformers.twin import check_twin, make_twin
 from q4core import LifecycleError, Q4Error, Q4Linear
 from q4core.plugin_api import counted, is_plain_call, outside_inference
@@ -43,6 +44,7 @@ _SPARE_BYTES = 1 << 28
 _INERT = (("return_dict", True), ("is_causal", True), ("output_router_logits", False))
 """Arguments that change nothing by these values."""
 _NAME = "decode in transformers"
+_FORWARD = operator.attrgetter("forward")
 
 
 class _Program:
@@ -66,8 +68,9 @@ class _Program:
         """Return features [1, T, hidden] of tokens [1, T], in memory of their own."""
         found = torch.empty(*tokens.shape, self._features.shape[1], device=tokens.device)
         with self.bound.lock:
-            for part, out in zip(tokens[0].split(self.most), found[0].split(self.most), strict=True):
-                count = len(part)
+            for at in range(0, tokens.shape[1], self.most):
+                part, out = tokens[0, at : at + self.most], found[0, at : at + self.most]
+                count = part.shape[0]
                 self._numbers[0, :count] = part
                 places = torch.tensor(cache.next_places(count), device=tokens.device)[:, None]
                 torch.add(places, self._steps, out=self._numbers[1:])
@@ -151,8 +154,11 @@ class ProgramForward:
         self.problem: str | None = None
         """The reason why there is no program, once it is known."""
         self._twin: TransformerDecoder | None = None
+        self._windows: tuple[int | None, ...] = ()
+        """The twin's: how many tokens each block sees, or None."""
         self._watch: Watch | None = None
-        self._classes: list[tuple[Any, Any]] = []
+        self._classes: tuple[list[Any], list[Any]] = [], []
+        """Those of the decoder's modules, and their ``forward``."""
         self._attention: Any = None
         self._spare: Slot | None = None
         self._lock = threading.RLock()
@@ -222,18 +228,21 @@ class ProgramForward:
         _check_tokens(input_ids)
         if past_key_values is None and not (config.use_cache if use_cache is None else use_cache):
             raise _Modules("called without a cache")
-        with self._lock, outside_inference(), torch.no_grad():
-            twin = self._ready()
-            cache = cache_utils.DynamicCache(config=config) if past_key_values is None else past_key_values
-            slot, length = self._slot(twin, cache, input_ids, attention_mask, (position_ids, places))
-            program = self._program(twin, slot, 1 if input_ids.shape[1] == 1 else _CHUNK)
-        with torch.no_grad():
+        cache = cache_utils.DynamicCache(config=config) if past_key_values is None else past_key_values
+        for is_last in (False, True):
+            with self._lock, outside_inference(), torch.no_grad():
+                twin = self._ready()
+                slot, length = self._slot(twin, cache, input_ids, attention_mask, (position_ids, places))
+                program = self._program(twin, slot, 1 if input_ids.shape[1] == 1 else _CHUNK)
             try:
                 features = program(input_ids, slot.cache)
-            except LifecycleError as error:
-                if slot.cache.length != length:  # changed by another thread meanwhile
+                break
+            except LifecycleError as error:  # a layer or a parameter was moved or loaded since
+                if slot.cache.length != length:  # meanwhile, by another thread
                     raise
-                raise _Modules(error.summary) from None
+                slot.programs.clear()
+                if is_last:
+                    raise _Modules(error.summary) from None
         return BaseModelOutputWithPast(last_hidden_state=features, **{CACHE: cache})
 
     def _ready(self) -> TransformerDecoder:
@@ -245,14 +254,14 @@ class ProgramForward:
             if change := self._watch.change():
                 self._watch = None
                 raise _Modules(change)
-            kinds: set[Any] = {*map(type, modules)}
-            self._classes = [(kind, kind.forward) for kind in kinds]
+            kinds: list[Any] = [*{*map(type, modules)}]
+            self._classes = kinds, [*map(_FORWARD, kinds)]
             self._attention = self.decoder.config._attn_implementation  # noqa: SLF001  # transformers has no other name
             self.problem = None
             try:
                 twin = make_twin(self.decoder)
                 check_twin(self.decoder, twin)
-                self._twin = twin
+                self._twin, self._windows = twin, twin.config.windows
             except Exception as error:  # noqa: BLE001  # any structure may fail in any way, and the modules run
                 self.problem = error.summary if isinstance(error, Q4Error) else f"{type(error).__name__}: {error}"
                 refuse(_NAME, [item for item in modules if isinstance(item, Q4Linear)], self.problem)
@@ -268,7 +277,7 @@ class ProgramForward:
         """
         assert self._watch is not None  # noqa: S101  # for the type checker
         is_same = self.decoder.config._attn_implementation == self._attention  # noqa: SLF001  # as above
-        if is_same and self._watch.change() is None and all(kind.forward is own for kind, own in self._classes):
+        if is_same and self._watch.change() is None and [*map(_FORWARD, self._classes[0])] == self._classes[1]:
             return False
         if change := Watch([*self.decoder.modules()], inert=(_CAPTURING,)).change():
             raise _Modules(change)
@@ -281,17 +290,16 @@ class ProgramForward:
     ) -> tuple[Slot, int]:
         """Return the slot that has a cache's content and room for the tokens, and its length."""
         batch, count = tokens.shape
-        layers = layers_of_cache(cache, twin.config)
+        slot = find_slot(cache)
+        slot = None if slot is not None and slot.decoder is not twin else slot  # another model's, or one that changed
+        layers = layers_of_cache(cache, twin.config) if slot is None else cache.layers
         if isinstance(layers, str):
             raise _Modules(layers)
-        slots = {id(found): found for found in map(slot_of, layers)}
-        slot = next(iter(slots.values())) if len(slots) == 1 else None
-        slot = None if slot is not None and slot.decoder is not twin else slot  # another model's, or one that changed
         length = int(layers[0].get_seq_length())
         low, high = (int(item) for item in torch.aminmax(tokens)) if tokens.numel() > 1 else [int(tokens)] * 2
         if low < 0 or high >= twin.config.vocab_size:
             raise _Modules("a token that is not in the vocabulary")
-        padding = find_padding(mask, positions, length, (batch, count), twin.config.windows)
+        padding = find_padding(mask, positions, length, (batch, count), self._windows)
         if isinstance(padding, str):
             raise _Modules(padding)
         if slot is not None and slot.padding != padding:
@@ -306,18 +314,15 @@ class ProgramForward:
             slot = self._lent(twin, layers, length, count, padding)
         elif length + count > slot.cache.capacity:
             slot = slot.grown(layers, min(most, 2 * room_for(length + count)))
-        if slot.cache.nbytes <= _SPARE_BYTES:
+        if slot is not self._spare and slot.cache.nbytes <= _SPARE_BYTES:
             self._spare = slot
         return slot, length
 
     def _lent(self, twin: TransformerDecoder, layers: list[Any], length: int, count: int, padding: list[int]) -> Slot:
         """Return a slot with the content of layers: the last one, where it is free, or a new one."""
         for layer in layers:
-            if slot_of(layer) is not None:
-                give_back(layer)
-        windows = [
-            window if layer.is_sliding else None for layer, window in zip(layers, twin.config.windows, strict=True)
-        ]
+            give_back(layer)
+        windows = [window if layer.is_sliding else None for layer, window in zip(layers, self._windows, strict=True)]
         for layer, window in zip(layers, windows, strict=True):
             if int(layer.get_seq_length()) != length:
                 raise _Modules("a cache whose layers have different lengths")
@@ -336,7 +341,7 @@ class ProgramForward:
         elif most > 1 and slot.cache.most_places is not None:
             most = min(most, slot.cache.most_places)
         found: _Program | _BatchProgram | None = slot.programs.get(most)
-        if found is None or not found.bound.is_whole():
+        if found is None:
             try:
                 if isinstance(slot.cache, PaddedCache):
                     found = _BatchProgram(twin, slot.cache)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from q4_lm.models.transformer import TransformerDecoder
     from q4_nn.blocks.batch_cache import BatchCache
 
-__all__ = ["PaddedCache", "Slot", "content_problem", "give_back", "layers_of_cache", "room_for", "slot_of"]
+__all__ = ["PaddedCache", "Slot", "content_problem", "find_slot", "give_back", "layers_of_cache", "room_for"]
 
+_CACHES = (cache_utils.DynamicCache, cache_utils.StaticCache)
 _SLOT = "_q4_slot"
 _ROOM = 256
 """Positions by which a cache is larger than it must be; then twice as many."""
@@ -170,6 +171,17 @@ def slot_of(layer: Any) -> Slot | None:
     return None if found is None else found[0]
 
 
+def find_slot(cache: Any) -> Slot | None:
+    """Return the slot where the content of a cache is, each layer's in its place; None where some of it is elsewhere.
+
+    ``layers_of_cache`` has found its layers fit. Each token asks, so no function is called for each layer.
+    """
+    layers = cache.layers if type(cache) in _CACHES else ()
+    places = [None if own.get("record_past") else own.get(_SLOT) for own in map(vars, layers)]
+    slot: Slot | None = places[0][0] if places and places[0] else None
+    return None if slot is None or places != [(slot, index) for index in range(len(slot.windows))] else slot
+
+
 def layers_of_cache(cache: Any, config: TransformerConfig) -> list[Any] | str:
     """Return the layers of a cache of transformers that a slot can take, or why it can't.
 
@@ -177,7 +189,7 @@ def layers_of_cache(cache: Any, config: TransformerConfig) -> list[Any] | str:
         cache: Any cache.
         config: The decoder's.
     """
-    if type(cache) not in {cache_utils.DynamicCache, cache_utils.StaticCache} or getattr(cache, "offloading", False):
+    if type(cache) not in _CACHES or getattr(cache, "offloading", False):
         return f"a cache of the kind {type(cache).__name__}"
     count = config.num_hidden_layers
     if not cache.layers and cache.layer_class_to_replicate is cache_utils.DynamicLayer:
@@ -220,8 +232,10 @@ def content_problem(layer: Any, config: TransformerConfig, window: int | None, l
 
 
 def give_back(layer: Any) -> Any:
-    """Make a layer transformers' own again, with the content that it has; return it."""
-    slot, index = vars(layer).pop(_SLOT)
+    """Make a layer transformers' own again, with the content that it has, unless it is; return it."""
+    slot, index = vars(layer).pop(_SLOT, (None, 0))
+    if slot is None:
+        return layer
     layer.__class__ = _PLAIN[type(layer)]
     length, seen = slot.cache.length, slot.cache.seen(index)
     if not isinstance(layer, cache_utils.StaticLayer):

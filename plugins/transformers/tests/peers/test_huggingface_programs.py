@@ -15,8 +15,9 @@ from transformers import DynamicCache, StaticCache
 
 import q4_transformers
 import q4core as q4
-from q4_transformers import Q4Config
+from q4_transformers import HfLinear, Q4Config
 from q4_transformers.names import CACHE
+from tests.support.frames import functions_entered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,6 +195,71 @@ def test_a_cache_of_another_model_runs_by_the_own_program(llamas: tuple[Any, Any
         results.append([one(prompt(1), **{CACHE: cache}).logits for one in (other, model, other)])
     near(torch.cat(results[0]), torch.cat(results[1]))
     assert ran(llamas[0]) == 2
+
+
+MOVED: dict[str, Callable[[DynamicCache], object]] = {
+    "swapped": lambda cache: cache.layers.reverse(),
+    "of another sequence": lambda cache: cache.layers.__setitem__(0, copy.deepcopy(cache.layers[0])),
+    "recording": lambda cache: setattr(cache.layers[0], "record_past", True),
+}
+
+
+@pytest.mark.parametrize("change", MOVED)
+@torch.no_grad()
+def test_layers_of_a_cache_that_changed_places_hold_what_they_held(change: str, gemmas: tuple[Any, Any]) -> None:
+    """Layers that were put elsewhere between two tokens go on with their own content, as the modules do."""
+    results = []
+    for model in gemmas:
+        cache = model(prompt(6), use_cache=True)[CACHE]
+        MOVED[change](cache)
+        results.append(torch.cat([model(prompt(1, seed), **{CACHE: cache}).logits for seed in (0, 1)]))
+    near(*results)
+    assert len(calls(gemmas[0])) == 1 + (change == "recording"), calls(gemmas[0])  # which no program does
+
+
+@torch.no_grad()
+def test_weights_that_were_loaded_again_count(llamas: tuple[Any, Any]) -> None:
+    """A packed layer that adopts another weight, or a norm with other memory, counts from the next token on."""
+    results = []
+    for model in llamas:
+        cache = model(prompt(40), use_cache=True)[CACHE]
+        block = model.model.layers[1]
+        other = q4.quantize(q4.dequantize(block.mlp.up_proj.packed_weight()).flip(0), "nf4")
+        logits = [model(prompt(1), **{CACHE: cache}).logits]
+        block.mlp.up_proj.adopt(other)
+        logits.append(model(prompt(1), **{CACHE: cache}).logits)
+        block.input_layernorm.weight.data = -block.input_layernorm.weight
+        logits.append(model(prompt(1), **{CACHE: cache}).logits)
+        results.append(torch.cat(logits))
+    near(*results)
+    assert ran(llamas[0]) == 4
+
+
+@torch.no_grad()
+def test_a_token_takes_no_step_of_python_for_each_block(tmp_path: Path) -> None:
+    """A token enters as many Python functions of ours for six blocks as for two, and no more than it did."""
+    found = []
+    for count in (2, 6):
+        model, _ = pair(tmp_path / str(count), "Llama", {"num_hidden_layers": count})
+        cache = model(prompt(40), use_cache=True)[CACHE]
+        model(prompt(1), **{CACHE: cache})
+        mask = torch.ones(1, 42, dtype=torch.int64)
+        found.append(functions_entered(lambda: model(prompt(1), attention_mask=mask, **{CACHE: cache}), "q4"))  # noqa: B023  # called at once
+        assert ran(model) == 3
+    assert found[0] == found[1]
+    assert len(found[0]) <= 31, found[0]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64), (1, 64)])
+@torch.no_grad()
+def test_a_packed_layer_enters_one_function_more_than_a_dense_one(shape: tuple[int, ...]) -> None:
+    """A token's call of a packed layer goes by a question of torch and the fast path to the backend."""
+    packed, dense = HfLinear(q4.quantize(torch.randn(64, 64), "nf4")), torch.nn.Linear(64, 64)
+    x = torch.randn(shape)
+    packed(x)  # what is the same in each call is made in the first
+    ours, theirs = functions_entered(lambda: packed(x)), functions_entered(lambda: dense(x))
+    assert [name.rpartition(".")[2] for name in ours[-4:]] == ["forward", "is_dynamo_compiling", "fast", "linear"]
+    assert len(ours) <= len(theirs) + 1
 
 
 def test_inference_mode_and_no_grad_go_on_with_one_cache(llamas: tuple[Any, Any]) -> None:
