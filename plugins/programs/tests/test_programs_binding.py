@@ -12,7 +12,7 @@ import torch
 import q4core as q4
 from q4_dequant_fallback import DequantFallback
 from q4_programs import REFERENCE, Buffer, Op, Program, SparseWeight, Step, View, bind, refuse
-from tests.support.fakes import FakeBackend
+from tests.support.fakes import KERNEL_PATH, FakeBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ class Runs(FakeBackend):
     """A backend of programs, by way of the reference; ``harm`` is given the buffers behind each run."""
 
     def __init__(self, harm: Callable[[Program, list[torch.Tensor]], None] | None = None, **facts: Any) -> None:
-        super().__init__(ops={"linear", "program"}, **facts)
+        super().__init__(**{"ops": {"linear", "program"}} | facts)
         self.harm, self.bound = harm, 0
 
     def bind_program(self, program: Program, buffers: list[torch.Tensor], layers: Any) -> Callable[[], None]:
@@ -103,6 +103,22 @@ def test_a_backend_that_prepared_all_layers_runs_them() -> None:
     after = [sum(layer.diagnostics().calls) for layer in layers]
     # The fake runs them through themselves, which counts, too; the last line of the test through ``expected``.
     assert [new - old for new, old in zip(after, before, strict=True)] == [5, 5]
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, (1, 0)), (3, (1, 0)), (4, (0, 1)), (8, (0, 1))])
+def test_a_run_is_counted_under_the_path_of_its_tokens(count: int, expected: tuple[int, int]) -> None:
+    """A run of few tokens counts for the path that serves so few rows, whatever the most that the program takes."""
+    paths = [attrs.evolve(KERNEL_PATH, name=name, m=m) for name, m in (("few", (1, 3)), ("many", (4, None)))]
+    registry = registry_of(Runs(paths=tuple(paths), ops={"linear", "program", "tokens"}))
+    layer, tokens, x = packed(registry, N, K), torch.tensor([count]), torch.randn(8, K)
+    buffers = Buffer("tokens", 1, torch.int64, is_bound=True), Buffer("x", 8 * K, is_bound=True)
+    step = Step(Op.LINEAR, (View(1, 8, K),), (View(2, 8, N),), 0, (0,))
+    program = Program((*buffers, Buffer("y", 8 * N, is_bound=True)), (step,), ((N, K),), tokens=(0, 8))
+    bound = bind(program, [tokens, x, torch.zeros(8, N)], [layer], registry=registry)
+    bound()
+    assert bound.record.backend == "fake"
+    few, many = layer.diagnostics().calls
+    assert (few - count, many) == expected  # the fake calls the layer token by token, which counts, too
 
 
 def test_layers_of_several_backends_run_by_the_reference() -> None:

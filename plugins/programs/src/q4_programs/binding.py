@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -88,14 +89,16 @@ class BoundProgram:
         ]
         self._tensors = [*self._given, *own]
         self._places = self._found()
-        self._counts: list[tuple[list[int], int]] = []
-        self._packed: list[tuple[int, LayerHandle]] = []
-        if backend is not REFERENCE:  # which calls the layers, and these count for themselves
-            steps = [(number, step) for number, step in enumerate(program.steps) if step.op is Op.LINEAR]
-            found = [(number, layers[step.layer], step) for number, step in steps if step.layer is not None]
-            uses = [(number, layer, step) for number, layer, step in found if isinstance(layer, LayerHandle)]
-            self._counts = [(layer.calls, layer.segment_index(step.inputs[0].rows) or 0) for _, layer, step in uses]
-            self._packed = [(number, layer) for number, layer, _ in uses]
+        self._packed = uses = list[tuple[int, LayerHandle, int]]()
+        place, most = program.tokens or (None, 1)
+        self._tokens: torch.Tensor | int = 1 if place is None else self.buffers[place]
+        for number, step in enumerate(() if backend is REFERENCE else program.steps):  # its layers count for themselves
+            layer = layers[step.layer] if step.op is Op.LINEAR and step.layer is not None else None
+            if isinstance(layer, LayerHandle):
+                uses.append((number, layer, step.inputs[0].rows // most))
+        self._counts = functools.lru_cache(maxsize=8)(  # number of tokens → counter and segment of each layer
+            lambda count: [(layer.calls, layer.segment_index(rows * count) or 0) for _, layer, rows in uses]
+        )
 
     def __call__(self, rounds: int = 1, given: Sequence[torch.Tensor] = (), turns: Turns | None = None) -> None:
         """Run every step, in their order, for some rounds, by one call of the backend.
@@ -129,10 +132,10 @@ class BoundProgram:
             except PLUGIN_FAULTS as error:
                 raise_broken_call(error, self._backend, "program")
             self.record.calls += 1
-            for counts, index in self._counts:
+            for counts, index in self._counts(int(self._tokens)):
                 counts[index] += rounds
             if found:
-                for number, layer in self._packed:
+                for number, layer, _ in self._packed:
                     layer.add_outlier_rows(found[number])
 
     def _run_by_turns(self, rounds: int, given: Sequence[torch.Tensor], turns: Turns) -> Sequence[int] | None:
@@ -164,9 +167,8 @@ class BoundProgram:
             apart = not is_written or not is_rounds or rounds == 1 or tensor.stride(0) >= item.size
             if facts != (item.size, item.dtype, device, True, is_rounds) or tensor.is_neg() or not apart:
                 shape = f"[{rounds}, …] with contiguous rows" if is_rounds else "a contiguous tensor"
-                rule = f"{shape} of {item.size} × {item.dtype} on {device}" + ", each apart" * (
-                    is_rounds and is_written
-                )
+                end = ", each apart" if is_rounds and is_written else ""
+                rule = f"{shape} of {item.size} × {item.dtype} on {device}{end}"
                 value = f"{[*tensor.shape]} × {tensor.dtype} on {tensor.device}"
                 raise InputError(what, name=f"buffer {item.name!r}", rule=rule, value=value)
             spans.append((*_span(tensor), is_written))
@@ -281,8 +283,7 @@ def _ops_of(backend: Any, program: Program) -> list[str]:
     """Return what a backend must declare: for operations of spiking networks ``spiking`` will do."""
     ops = {step.op for step in program.steps}
     needed = ["spiking" if ops & SPIKING and "spiking" in backend.capabilities.ops else "program"]
-    needed += ["sparse"] if Op.SEND in ops else []
-    return [*needed, "tokens"] if program.has_tokens else needed
+    return needed + ["sparse"] * (Op.SEND in ops) + ["tokens"] * program.has_tokens
 
 
 def _refusal(backend: Any, program: Program, layers: Iterable[LayerHandle], device: torch.device) -> str | None:
@@ -333,8 +334,7 @@ def _check_layer(step: Step, handle: LayerHandle | SparseWeight, name: str) -> N
         ago, of_slot = (int(number) for number in step.numbers)
         if handle.longest - ago >= rows // of_slot:
             rule = f"longer than the longest delay, {handle.longest} steps, less the {ago} that passed"
-            ring = f"ring {step.label}".rstrip()
-            raise InputError(f"program {name!r}", name=ring, rule=rule, value=rows // of_slot)
+            raise InputError(f"program {name!r}", name=f"ring {step.label}".rstrip(), rule=rule, value=rows // of_slot)
     if isinstance(handle, LayerHandle) and handle.segment_index(rows) is None:
         rule = "prepared for the rows of the program"
         raise InputError(f"program {name!r}", name=f"layer {handle.layer.name!r}", rule=rule, value=rows)
