@@ -104,7 +104,7 @@ class Capabilities:
         is_served = bool(self.formats & {EVERY_FORMAT, request.format.name})
         is_readable = bool(kinds & {request.scale_kind, *resolved})
         is_rounded = request.op != "quantize" or request.rounding in self.roundings
-        needed = sorted(item.value for item in request.needs - self.features)
+        needed = sorted(item.words for item in request.needs - self.features)
         declared = (
             (request.op in self.ops, ReasonCode.FEATURE, f"op {request.op!r}"),
             (is_served, ReasonCode.FORMAT, f"format {request.format.name!r}"),

@@ -22,6 +22,7 @@ class Feature(enum.Enum):
     INPUT_CHANNEL_SCALE = "input_channel_scale"
     INPUT_PERMUTATION = "input_permutation"
     FLAT_BLOCKS = "flat_blocks"
+    """K is not a multiple of the block size: blocks run across rows."""
     TAIL_BLOCK = "tail_block"
     """K is not a multiple of the block size: the last block of each row is short."""
     CUSTOM_CODEBOOK = "custom_codebook"
@@ -31,7 +32,7 @@ class Feature(enum.Enum):
 
     @property
     def words(self) -> str:
-        """The feature in words, for people who have no backend to declare it."""
+        """The feature in words, as messages name it."""
         return _WORDS.get(self, self.value.replace("_", " "))
 
 

@@ -209,6 +209,22 @@ def test_the_dtypes_of_a_manifest_are_those_of_x_and_y() -> None:
     assert "out_dtypes" not in attrs.fields_dict(q4.Capabilities)
 
 
+def test_a_refusal_names_features_in_words() -> None:
+    """Whoever reads why a layer has no kernel need not know the identifiers of manifests."""
+    manifest = q4.Capabilities(
+        formats={"nf4"},
+        scale_kinds={q4.ScaleKind.PLAIN},
+        devices={"cpu"},
+        dtypes={torch.float32},
+        precisions={q4.Precision.W4A32},
+    )
+    request = q4.Request.for_weight(q4.quantize(torch.randn(4, 96), "nf4"), gradients=True)
+    assert [str(reason) for reason in manifest.refusals(request)] == [
+        "feature: feature 'blocks that run across rows' is not declared",
+        "feature: feature 'gradients' is not declared",
+    ]
+
+
 @pytest.mark.parametrize("beyond", [torch.float64, torch.float8_e4m3fn, torch.int8, "float32"])
 def test_a_manifest_declares_no_dtype_whose_results_nobody_can_judge(beyond: torch.dtype) -> None:
     """Else the first request for it would end in the self-probe, by an error of no type of ours."""

@@ -59,4 +59,4 @@ def test_what_is_not_declared_never_counts_as_a_pass() -> None:
             continue
         needs = Feature.ZERO_POINT in case.weight_recipe.features
         assert (run_case(case, poor).outcome is Outcome.NOT_DECLARED) == needs, case.id
-        assert (undeclared_reason(case, poor) == "feature 'zero_point'") == needs, case.id
+        assert (undeclared_reason(case, poor) == "feature 'zero point'") == needs, case.id

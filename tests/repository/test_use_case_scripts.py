@@ -24,7 +24,7 @@ ABSENT |= {"ray is not installed"}
 """Why a statement may be left out where these tests run."""
 EVIDENCE = {
     "UC-01": [r"up: nf4, by up.absmax", r"a.absmax must be there", r"\(shape\)", r"\(dtype\)", r"14 of 14 files equal"],
-    "UC-02": [r"cpu-native, kernel_only: w4\w+ ran", r"nf4-cuda: device", r"feature 'custom_codebook' is not declared"],
+    "UC-02": [r"cpu-native, kernel_only: w4\w+ ran", r"nf4-cuda: device", r"feature 'custom codebook' is not declared"],
     "UC-03": [r"plugins: dequant-fallback; dequant-fallback ran", r"compiled files of ours in the process: 0"],
     "UC-04": [r"prefer_unified: fallback: ", r"processes: fallback: ", r"managedMemory=", r"the same storage: True"],
     "UC-05": [r"largest error: \d\d?% of its bound", r"layer 'layers.0.up': x must be", r"1,000 steps: loss [1-9]"],
