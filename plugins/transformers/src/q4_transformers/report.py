@@ -8,11 +8,13 @@ import attrs
 from torch import nn
 from torch.nn.modules.conv import _ConvNd as _Conv
 
-from q4core import InputError, Q4Linear
+from q4core import InputError, PathKind, Q4Linear
 from q4core.plugin_api import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from q4core import Diagnostics
 
 __all__ = ["Explanation", "Row", "explain"]
 
@@ -30,7 +32,7 @@ class Row:
         bytes_before: Bytes of the weights as dense ones in the dtype in which the module runs.
         bytes_after: Bytes that they take.
         backend: Who runs it; None for a dense module.
-        reason: Why it is dense; empty for a packed one.
+        reason: Why it is dense, or runs by the reference; empty where a kernel runs it.
     """
 
     name: str
@@ -71,7 +73,7 @@ class Explanation:
         lines = []
         for row in self.rows:
             size = "×".join(map(str, row.shape))
-            tail = row.backend if row.backend is not None else f"dense: {row.reason}"
+            tail = ": ".join(filter(None, (row.backend or "dense", row.reason)))
             sizes = f"{row.bytes_before:>13,} → {row.bytes_after:>12,} B"
             lines.append(f"{row.name:<{width}}  {row.kind:<{kinds}}  {size:>13}  {sizes}  {tail}")
         before, after = (sum(getattr(row, name) for row in self.rows) for name in ("bytes_before", "bytes_after"))
@@ -110,6 +112,7 @@ def _rows(model: nn.Module, reasons: dict[str, str]) -> Iterator[Row]:
                     bytes_before=before,
                     bytes_after=record.prepared_bytes,
                     backend=record.backend,
+                    reason=_why_reference(record),
                 )
             continue
         own = {key: item for key, item in module.named_parameters(recurse=False) if item.dim() >= _MATRIX}
@@ -123,6 +126,14 @@ def _rows(model: nn.Module, reasons: dict[str, str]) -> Iterator[Row]:
         kind, shape = type(module).__name__, tuple(largest.shape)
         yield Row(name=name, kind=kind, shape=shape, bytes_before=size, bytes_after=size, reason=reason)
         seen |= {id(item): name for item in fresh}
+
+
+def _why_reference(record: Diagnostics) -> str:
+    """Return why each kernel does not run a layer that the reference runs; nothing for other layers."""
+    if all(path.kind is not PathKind.REFERENCE for path in record.paths):
+        return ""
+    why = record.fallback_reason or "; ".join(f"not {rejection}" for rejection in record.rejections)
+    return why or "no other backend is installed"
 
 
 def _reason(module: nn.Module) -> str:

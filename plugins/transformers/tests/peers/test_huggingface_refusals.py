@@ -106,6 +106,22 @@ def test_layers_that_the_checkpoint_lacks_are_listed(tmp_path: Path) -> None:
     assert dense["lm_head"] == "stored so"
 
 
+@pytest.mark.usefixtures("natively")
+def test_layers_of_the_reference_have_its_reason(tmp_path: Path) -> None:
+    """``explain`` says why no kernel runs a layer, in q4core's own words; of one that a kernel runs it says nothing."""
+    save_by_q4(tmp_path, "bitsandbytes", "nf4", hidden_size=80, num_attention_heads=5, num_key_value_heads=5)
+    model = load(tmp_path)  # K = 80 is no multiple of 64
+    found = {row.name: row for row in q4_transformers.explain(model).packed}
+    odd, even = (found[f"model.layers.0.mlp.{name}_proj"] for name in ("up", "down"))
+    assert (odd.backend, even.backend, even.reason) == ("dequant-fallback", "cpu-native", "")
+    rejections = model.model.layers[0].mlp.up_proj.diagnostics().rejections
+    assert odd.reason == "; ".join(f"not {rejection}" for rejection in rejections)
+    assert "not cpu-native: feature: feature 'blocks that run across rows' is not declared" in odd.reason
+    lines = str(q4_transformers.explain(model)).splitlines()
+    assert next(line for line in lines if odd.name in line).endswith(f"dequant-fallback: {odd.reason}")
+    assert next(line for line in lines if even.name in line).endswith("cpu-native")
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     """A layer without its scales, a packed layer left over, a missing shard and an unread dialect are named."""
     save_by_q4(tmp_path, "bitsandbytes", "nf4")
