@@ -132,17 +132,16 @@ def _run_of(metafunc: pytest.Metafunc) -> _Run:
             f"{name}: the argument {FIXTURE} needs @pytest.mark.{MARK}(NAME), with the name of an installed backend"
         )
     claims: dict[str, Any] = {key: tuple(value) if key == "formats" else value for key, value in mark.kwargs.items()}
+    known = metafunc.config.stash[_RUNS]
     try:
         target = find_target(mark.args[0], **claims)
+        run = known.get(target) or known.setdefault(target, _Run(target, claims))
     except (LookupError, ValueError, TypeError) as error:
         raise pytest.UsageError(f"{name}: {error}") from error
-    known = metafunc.config.stash[_RUNS]
-    if target not in known:
-        known[target] = _Run(target, claims)
-        if not known[target].every:
-            lacking = ", ".join(sorted({*known[target].undeclared.values()}))
-            raise pytest.UsageError(f"{name}: nothing that {target.name} declares has a case; not declared: {lacking}")
-    return known[target]
+    if not run.every:
+        lacking = ", ".join(sorted({*run.undeclared.values()}))
+        raise pytest.UsageError(f"{name}: nothing that {target.name} declares has a case; not declared: {lacking}")
+    return run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

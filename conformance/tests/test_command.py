@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,34 @@ def test_bad_usage_is_a_typed_error(words: tuple[str, ...]) -> None:
     error = _call(*words).exception
     assert isinstance(error, (UnknownTargetError, q4.ConfigError))
     assert "dequant-fallback" in str(error) or "nf4" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_such_module:function", "import raised ModuleNotFoundError: No module named 'no_such_module'."),
+        ("hostile:nothing", "import raised AttributeError: module 'hostile' has no attribute 'nothing'."),
+        ("broken_module:function", "import raised NameError: name 'oops' is not defined (in broken_module.py:1"),
+    ],
+)
+def test_what_can_not_be_imported_is_bad_usage(name: str, words: str, tmp_path: Path) -> None:
+    """No case of it is counted: one message has the error and what to do, and the status is that of bad usage."""
+    (tmp_path / "broken_module.py").write_text("oops\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent), *filter(None, sys.path)])
+    run = subprocess.run(
+        [sys.executable, "-m", "q4_cli", "conform", name],
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=scaled(120),
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    said = " ".join(run.stderr.split())
+    assert f"NAME must be one that can be imported, got {name!r}" in said
+    assert words in said
+    assert "Correct the name or the module, or install what it imports." in said
 
 
 @pytest.mark.slow

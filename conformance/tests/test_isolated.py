@@ -162,7 +162,6 @@ def test_processes_left_behind_are_ended(name: str) -> None:
     ("name", "outcome", "words"),
     [
         ("never_made", Outcome.FAIL, "no kernel today"),
-        ("no_such_function", Outcome.FAIL, "no_such_function"),
         ("crashes_when_made", Outcome.CRASH, "exit code 3; it printed: could not load libnothing.so"),
         ("hangs_when_made", Outcome.TIMEOUT, "no process came to its first case"),
     ],

@@ -9,7 +9,6 @@ import pytest
 import q4core as q4
 from q4_conformance.execution.isolated import run_target
 from q4_conformance.execution.query import Query
-from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.profiles import (
     PROFILES,
@@ -111,14 +110,14 @@ def test_what_was_made_is_judged_on_what_it_declares() -> None:
     assert narrowed(named, {"capabilities": {"formats": ["nf4"]}}) == named
 
 
-def test_a_plugin_that_did_not_load_fails_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin whose import raised is a target, and its subject is a failure that says why."""
+def test_a_plugin_that_did_not_load_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin whose import raised is a target, and making its subject is an error that says why."""
     monkeypatch.setenv("Q4_PLUGIN_MODULES", "q4_no_such_plugin")
     q4.reset_registry()
     try:
         with pytest.warns(q4.Q4PluginWarning):
             target = find_target("q4_no_such_plugin", formats=["nf4"])
-        with pytest.raises(FailureError, match="No module named 'q4_no_such_plugin'"):
+        with pytest.raises(UnknownTargetError, match="No module named 'q4_no_such_plugin'"):
             subject_for(target)
     finally:
         monkeypatch.undo()

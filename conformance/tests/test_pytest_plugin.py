@@ -182,6 +182,9 @@ def test_an_unknown_name_lists_the_names(run: Callable[..., pytest.RunResult]) -
     done = run(RIGHT, mark='"mein"')
     assert done.ret != 0
     done.stdout.fnmatch_lines(["*mein*mine*"])
+    done = run(RIGHT, mark='"no_such_module:function"')
+    assert done.ret != 0
+    done.stdout.fnmatch_lines(["*must be one that can be imported*No module named 'no_such_module'*"])
 
 
 @pytest.mark.soak

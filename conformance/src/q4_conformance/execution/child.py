@@ -16,7 +16,7 @@ import signal
 import sys
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
@@ -24,7 +24,7 @@ from q4_conformance.execution.environment import manifest_of, survey
 from q4_conformance.execution.in_process import run_case
 from q4_conformance.outcome import CaseResult, FailureError, Outcome
 from q4_conformance.subjects.manifest import split
-from q4_conformance.subjects.profiles import cases_for, find_target, subject_for
+from q4_conformance.subjects.profiles import UnknownTargetError, cases_for, find_target, subject_for
 from q4_conformance.subjects.reference import REFERENCE, reference_backend
 from q4core import Q4Error, default_registry
 from q4core.plugin_api import PLUGIN_FAULTS, describe_exception
@@ -144,6 +144,13 @@ def _limit_memory(data_bytes: int) -> None:
             system.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what hides from its own parent is still found among ours
 
 
+def _refuse(pipes: _Pipes, error: Q4Error) -> NoReturn:
+    """Send why there is nothing to judge, and exit."""
+    fields = {name: getattr(error, name, None) for name in ("what", "name", "rule", "hint", "available", "closest")}
+    pipes.send(refused=type(error).__name__, fields={**fields, "value": str(error.value)})
+    raise SystemExit(0) from None
+
+
 def _find(pipes: _Pipes) -> tuple[ConformanceTarget, dict[str, Any]]:
     """Find the target and send it; exit where there is none. Return also the query."""
     query = pipes.receive()
@@ -155,10 +162,7 @@ def _find(pipes: _Pipes) -> tuple[ConformanceTarget, dict[str, Any]]:
         if target.profile not in {"dialect", "file", "layer"} and target.name != REFERENCE:
             reference_backend()
     except Q4Error as error:
-        fields = {name: getattr(error, name) for name in ("what", "name", "rule", "hint")}
-        lists = {name: getattr(error, name) for name in ("available", "closest") if hasattr(error, name)}
-        pipes.send(refused=type(error).__name__, fields={**fields, **lists, "value": str(error.value)})
-        raise SystemExit(0) from None
+        _refuse(pipes, error)
     facts = survey(target) if query["survey"] else {}
     pipes.send(target=attrs.asdict(target), facts=facts)
     return target, query
@@ -171,7 +175,9 @@ def _serve(pipes: _Pipes, target: ConformanceTarget, query: dict[str, Any]) -> N
     pipes.send(step=f"making {target.name!r}")
     try:
         subject = subject_for(target)
-    except FailureError as error:
+    except (FailureError, UnknownTargetError) as error:
+        if isinstance(error, UnknownTargetError) and query["survey"]:
+            _refuse(pipes, error)
         fault = str(error)
     except PLUGIN_FAULTS as error:
         fault = f"{target.name!r} can't be had: {describe_exception(error)}"

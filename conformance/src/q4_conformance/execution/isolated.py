@@ -107,7 +107,8 @@ def run_target(  # the facts of one run
         is_over: Says when to end, within a case as well; the report then says that results are missing.
 
     Raises:
-        UnknownTargetError, ConfigError: No target has that name, or the query asks for what does not exist.
+        UnknownTargetError: No target has that name, or its import raises. One that hangs or ends the process is judged.
+        ConfigError: The query asks for what does not exist.
         MissingReferenceError: The reference is not installed, which the kit needs in addition to the subject.
     """
     started = time.monotonic()

@@ -69,8 +69,6 @@ class Judging:
             asked = {name: getattr(query, name) for name in ("name", "profile", "formats", "device")}
             child.send(asked | {"survey": survey})
             message = self._answer(child, query.limits.start_seconds)
-            if "refused" in message:
-                raise _refusal(message)  # noqa: TRY301  # the process is ended below, whatever it was
             if survey:
                 self.target, self.facts = ConformanceTarget(**message["target"]), message["facts"]
             answer = self._answer(child, query.limits.load_seconds)
@@ -87,6 +85,8 @@ class Judging:
         try:
             while True:
                 message = child.receive(seconds, is_over=self._over)
+                if "refused" in message:
+                    raise _refusal(message)
                 if "step" not in message:
                     return message
                 step, seconds = f"{message['step']}: ", self.query.limits.load_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from q4_conformance.subjects.memory import MemorySubject
 from q4_conformance.subjects.reference import NotFoundError
 from q4_conformance.subjects.temporary_plugin import make
 from q4core import BUILTIN_FORMATS, EVERY_FORMAT, ConfigError, Registry, default_registry, dialects
-from q4core.plugin_api import closest_name
+from q4core.plugin_api import PLUGIN_FAULTS, closest_name, describe_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ _LONGEST_FAULT = 400
 
 
 class UnknownTargetError(NotFoundError, code="unknown_target"):
-    """No target has that name; ``available`` lists the names there are, ``closest`` is the likeliest."""
+    """No target has that name, or it can't be imported; ``available`` lists the names, ``closest`` is the likeliest."""
 
     def __init__(self, what: str, *, available: Sequence[str] = (), closest: str | None = None, **data: Any) -> None:
         self.available = tuple(available)
@@ -169,14 +170,9 @@ def _profile_of(name: str, profile: str | None) -> str:
         close = closest_name(name, names)
         there = f"There are {', '.join(names)}." if names else "None is installed."
         there = " ".join([*(f"It may be of one that is not there: {item}." for item in _broken()), there])
+        hint = f"Did you mean {close!r}? {there}" if close else there
         raise UnknownTargetError(
-            _WHAT,
-            name="NAME",
-            rule="installed",
-            value=name,
-            hint=f"Did you mean {close!r}? {there}" if close else there,
-            available=names,
-            closest=close,
+            _WHAT, name="NAME", rule="installed", value=name, hint=hint, available=names, closest=close
         )
     if profile is None:
         return having[0]
@@ -243,6 +239,7 @@ def subject_for(target: ConformanceTarget) -> Any:
 
     Raises:
         ConfigError: There is no such profile.
+        UnknownTargetError: The target can't be imported; the hint has the error.
         FailureError: The target was found, but did not load; the message has the reasons.
     """
     return _profile(target.profile, target.name).subject(target)
@@ -256,7 +253,19 @@ def _profile(profile: str, name: str) -> _Profile:
 
 def _made(name: str) -> Any:
     """Return what ``module:function`` makes; None for any other name."""
-    return make(name) if ":" in name else None
+    if ":" not in name:
+        return None
+    try:
+        pkgutil.resolve_name(name)
+    except PLUGIN_FAULTS as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # the place is not this one
+        raise _not_importable(name, f"import raised {describe_exception(error)}") from error
+    return make(name)
+
+
+def _not_importable(name: str, fault: str) -> UnknownTargetError:
+    hint = f"{fault}. Correct the name or the module, or install what it imports."
+    return UnknownTargetError(_WHAT, name="NAME", rule="one that can be imported", value=name, hint=hint)
 
 
 def _served(name: str, made: Backend) -> Backend:
@@ -277,6 +286,6 @@ def _backend(name: str) -> Backend:
         return registry.backends()[name]
     failed = [record for record in registry.records() if record.name == name and record.state == "failed"]
     if failed:
-        raise FailureError(_fault_of(failed[0]))
+        raise _not_importable(name, _fault_of(failed[0]))
     reasons = [str(item.reason) for item in registry.invalid_backends() if item.name == name]
     raise FailureError(f"{name!r} does not load: {'; '.join(reasons) or 'no such backend is installed'}")

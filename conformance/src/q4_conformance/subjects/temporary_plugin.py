@@ -7,8 +7,8 @@ is in none, so it is lent to the registry for as long as a case needs it there.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from q4core import Backend, default_registry, hookimpl, reset_registry
@@ -59,8 +59,7 @@ def lent(backend: Backend) -> Iterator[None]:
 
 def make(name: str) -> Any:
     """Return what ``module:function`` makes."""
-    module, _, function = name.partition(":")
-    made = getattr(importlib.import_module(module), function)()
+    made = pkgutil.resolve_name(name)()
     _MADE.append((made, name))
     return made
 
