@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
+import sys
 import types
 from typing import TYPE_CHECKING
 
@@ -117,6 +119,21 @@ def test_versions_show_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) ->
     """A library that is not there is shown as not installed."""
     monkeypatch.setattr("q4_cli.doctor_report._LIBRARIES", ("q4-no-such-library",))
     assert versions(q4.Registry([]))["q4-no-such-library"] == "not installed"
+
+
+def test_versions_have_every_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages that are no plugins are listed, too, and libraries that some need; nothing is imported for it."""
+    for name, version in (("q4_some_library", "1.2"), ("transformers", "5.99"), ("quatsch", "3")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "no folder", *sys.path])
+    monkeypatch.setattr("q4_cli.doctor_report._OPTIONAL", ("transformers", "no-such-library"))
+    found = versions(q4.Registry([]))
+    assert (found["q4-some-library"], found["transformers"]) == ("1.2", "5.99")
+    assert found["q4-cli"] == importlib.metadata.version("q4-cli")
+    assert {"quatsch", "no-such-library"}.isdisjoint(found)
 
 
 def test_survey_gives_paths_or_every_reason() -> None:

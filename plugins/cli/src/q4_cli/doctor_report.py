@@ -6,6 +6,8 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -49,18 +51,27 @@ VARIABLES = (
 """Environment variables that the core and the plugins of its repository read."""
 _SIZE = 4096
 _LIBRARIES = ("attrs", "pluggy", "safetensors", "structlog", "typer", "rich")
+_OPTIONAL = ("ray", "transformers", "triton", "vllm")
+"""Libraries of which packages of this repository need their own version; shown where they are installed."""
 
 
 def versions(registry: q4.Registry) -> dict[str, str]:
-    """Return name → version of Python, q4core, torch, the libraries of the core, and the plugins' distributions."""
+    """Return name → version of Python, q4core, torch, libraries, and every ``q4-…`` or plugin's distribution."""
     found = {"python": platform.python_version(), "q4core": q4.__version__, "torch": str(torch.__version__)}
-    for name in _LIBRARIES:
+    for name in (*_LIBRARIES, *_OPTIONAL, *_own_distributions()):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+            if name in _LIBRARIES:
+                found[name] = "not installed"
     sources = (record.source.partition(" ") for record in registry.records())
     return found | {distribution: version for distribution, _, version in sources if version}
+
+
+def _own_distributions() -> list[str]:
+    """Return the installed distributions named ``q4-…``; only names of folders are looked at."""
+    folders = {item.name.partition("-")[0] for place in sys.path for item in Path(place).glob("q4_*-*.dist-info")}
+    return sorted(name.replace("_", "-") for name in folders)
 
 
 def environment_facts(environment: Mapping[str, str] | None = None) -> tuple[dict[str, str], list[str]]:
