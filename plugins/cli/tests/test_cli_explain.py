@@ -80,6 +80,17 @@ def test_explain_lists_rejections_when_all_is_well(
     assert "driver 1 is too old" in say(capsys, "explain", NF4)
 
 
+def test_explain_says_which_backends_were_not_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend whose manifest refuses is never asked for the state of its native part, and the text says so."""
+    backends = registry(FakeBackend("elsewhere", devices={"cuda"}))
+    monkeypatch.setattr("q4core.default_registry", lambda: backends)
+    lines = [line.strip() for line in say(capsys, "explain", NF4).splitlines()]
+    assert "not elsewhere (refused by what it declares)" in lines
+    assert "not asked" not in " ".join(lines)
+
+
 @pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("words", [("--compute-path", "kernel_only"), ("--precision", "fp4")])
 def test_explain_suggests_nothing_that_is_installed(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,9 @@ def _show_group(console: Console, group: list[Mapping[str, Any]]) -> None:
         if head[word]:
             say(console, head[word], label=(f"  {word.partition('_')[0]}  ", style))
     for item in head["rejections"]:
-        say(console, ("not ", "dim"), item["backend"], (f" ({item['native_load_state']})", "dim"), label="  ")
+        state = item["native_load_state"]
+        words = "refused by what it declares" if state == "not asked" else state
+        say(console, ("not ", "dim"), item["backend"], (f" ({words})", "dim"), label="  ")
         for reason in item["reasons"]:
             say(console, reason["message"], label=f"      {reason['code']}: ")
     for note in head["notes"]:
