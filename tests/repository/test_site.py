@@ -12,6 +12,7 @@ import pytest
 from benchmarks.verdict import Verdict
 from tests.repository.test_readme import SHOWN, instruction_sets
 from tests.support.pages import ROOT
+from tools.projects import Project
 from tools.website import chinese, compatibility, inventories, performance, picture
 
 if TYPE_CHECKING:
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 
 DOCS = ROOT / "docs"
 INDEX = (DOCS / "index.md").read_text(encoding="utf-8")
+PLACES = {
+    "compatibility.md": "(certificates/README.md)",
+    "contributing.md": "`CONTRIBUTING.md`",
+    "packages.md": "`q4core/README.md`",
+    "performance.md": "`benchmarks/results`",
+}
+"""Page of which a part is made with the site → the place that it names."""
 
 
 def test_every_verdict_is_on_the_page() -> None:
@@ -86,6 +94,24 @@ def test_a_gpu_shows_what_did_not_run() -> None:
         assert found[backend].outcomes[kind].get("not run") == left
         passed = [re.search(r"✓ (\d+)", text) for text in found[backend].outcomes[kind].values()]
         assert sum(int(one[1]) for one in passed if one) == own["counts"]["pass"]
+
+
+@pytest.mark.parametrize(("page", "place"), [*PLACES.items()])
+def test_a_made_page_says_where_its_text_is(page: str, place: str) -> None:
+    """Who reads the file, where nothing is made, sees where the text comes from or is."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert place in text.partition("<!-- made: ")[0]
+    assert {path.name for path in DOCS.glob("*.md") if "<!-- made: " in path.read_text("utf-8")} == {*PLACES}
+
+
+def test_the_extras_are_listed_as_in_the_core_s_own_page() -> None:
+    """The table has each extra and its sentence, in their order."""
+    own = (ROOT / "q4core" / "README.md").read_text(encoding="utf-8").partition("\n## Extras\n")[2]
+    sentences = re.findall(r"^### (\w+)\n\n(.*?)\n\n", own, re.MULTILINE | re.DOTALL)
+    page = (DOCS / "packages.md").read_text(encoding="utf-8").partition("\n## Extras\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
+    assert rows == [(name, " ".join(text.split())) for name, text in sentences]
+    assert {name for name, _ in rows} == set(Project(ROOT).requirements) - {"", "all"}
 
 
 def test_a_page_that_is_no_certificate_is_named(tmp_path: Path) -> None:
