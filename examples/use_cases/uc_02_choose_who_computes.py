@@ -51,9 +51,12 @@ def obey(case: Acceptance, weight: q4.PackedWeight) -> None:
     """Name each backend with each policy that allows it."""
     lines, right = [], []
     for backend, policy in LEGAL:
-        records = [
-            run(weight, q4.SessionConfig(device="cpu", backend=backend, compute_path=policy), way) for way in WAYS
-        ]
+        config = q4.SessionConfig(device="cpu", backend=backend, compute_path=policy)
+        try:
+            records = [run(weight, config, way) for way in WAYS]
+        except q4.BackendUnavailableError as error:  # kernels that were not built, say
+            case.judge(STATEMENTS[0], error, holds=False)
+            return
         named = [(record.backend, record.override, record.compute_path.value) for record in records]
         right += [item == (backend, backend, policy) for item in named]
         right += [sum(record.calls) == 1 for record in records]

@@ -81,6 +81,41 @@ def test_a_program_shows_what_must_hold(script: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+HIDE = """
+import importlib.metadata, sys
+
+everything = importlib.metadata.distributions
+importlib.metadata.distributions = lambda: (item for item in everything() if not item.name.startswith("q4-"))
+sys.modules.update(dict.fromkeys(("q4_actors", "q4_nn")))  # their import is an error
+"""
+"""What Python does as it starts, so that packages are as if they were not installed."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem[:5])
+def test_a_program_without_its_packages_names_them(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No traceback of an import or of a backend: what is missing, and the command that installs it."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = run_example(f"use_cases/{script.name}", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    problem, hint = done.stderr.splitlines()
+    (extras,) = re.findall(r'pip install "(q4core\[[\w,]+\])"', script.read_text(encoding="utf-8"))
+    assert re.fullmatch(r"error: (the package q4-[\w-]+ is not installed(; )?)+", problem)
+    assert hint == f'hint: python -m pip install "{extras}", and see what `q4 doctor` says'
+
+
+@pytest.mark.slow
+def test_a_program_whose_plugin_is_off_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin that a variable disables is named, with its state."""
+    monkeypatch.setenv("Q4_DISABLE_PLUGINS", "cpu-native")
+    done = run_example("use_cases/uc_02_choose_who_computes.py", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0] == "error: the plugin 'cpu-native' is disabled"
+
+
 @pytest.mark.slow
 def test_a_program_fails_where_a_statement_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates that are not whole are seen: the program says so, and ends with status 1."""
