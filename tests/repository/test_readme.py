@@ -54,6 +54,31 @@ def test_example_runs(example: str, tmp_path: Path) -> None:
     run_python(tmp_path, "-c", example)
 
 
+def brought(*asked: str) -> set[str]:
+    """Return the packages of ours that requirements bring, with what these bring in their turn."""
+    known = {project.name: project.requirements for project in projects()}
+    found: set[tuple[str, str]] = set()
+    left = [*asked]
+    while left:
+        name, extras = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", left.pop()).groups()  # type: ignore[union-attr]  # a requirement
+        new = {(name, extra) for extra in ("", *filter(None, (extras or "").split(",")))} - found
+        found |= new
+        left += [line for name, extra in new if name in known for line in known[name][extra]]
+    return {name for name, _ in found}
+
+
+def test_the_install_command_brings_what_the_examples_import() -> None:
+    """Who has run it can run each example; one that needs another extra says so in front of it."""
+    (asked,) = re.findall(r"^    python -m pip install --find-links dist '(q4core\[[\w,]+\])'$", README, re.MULTILINE)
+    assert "q4-actors" not in brought(asked)
+    assert {"q4-nn", "q4-safetensors", "q4-quantize"} <= brought(asked)
+    for example in EXAMPLES:
+        intro = README.partition(example)[0].removesuffix("```python\n").rstrip().rpartition("\n\n")[2]
+        extras = re.findall(r"\bextra `(\w+)`", intro.replace("\n", " "))
+        needed = {name.replace("_", "-") for name in re.findall(r"^(?:import|from) (q4_\w+)", example, re.MULTILINE)}
+        assert needed <= brought(asked, *(f"q4core[{extra}]" for extra in extras)), intro
+
+
 def instruction_sets() -> dict[str, tuple[bool, int]]:
     """Return the CPU kernels' instruction sets: whether this machine has each, and from how many rows on panels pay."""
     module: Any = native()
