@@ -29,7 +29,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/quantize": 1_100,
     "plugins/safetensors": 1_240,
     "plugins/snn": 8_100,
-    "plugins/transformers": 4_150,
+    "plugins/transformers": 4_160,
     "plugins/triton-kernels": None,
     "plugins/um-managed": 3_200,
     "plugins/vllm": None,
