@@ -141,6 +141,7 @@ def make(name: str, base: Path) -> dict[str, str]:
     without.write_text("torch\n", encoding="utf-8")
     uv = [sys.executable, "-m", "uv", "pip"]
     source = ["--quiet", "--python", python, "--find-links", DIST]
+    source += [word for project in projects() for word in ("--refresh-package", project.name)]  # of the same version
     plain = ["--excludes", without, "--no-header", "--no-annotate"]
     _run(*uv, "compile", *source, *plain, "--resolution", "lowest-direct", "--output-file", lowest, given)
     pinned = lowest.read_text(encoding="utf-8")

@@ -51,8 +51,9 @@ def conform(  # noqa: PLR0913  # one argument per option
     """Judge a backend by every case of its contract, in processes of its own, and certify what passes."""
     asked = [item for item in (name, verify) if item]
     if len(asked) != 1:
-        hint = "Try 'q4 conform --help'."
-        raise ConfigError(_WHAT, name="arguments", rule="one of NAME and --verify FILE", hint=hint)
+        raise ConfigError(_WHAT, name="arguments", rule="one of NAME and --verify FILE", hint="See q4 conform --help.")
+    if not limit > 0:  # NaN, which is in any range of older versions of typer
+        raise typer.BadParameter("a number of seconds", param_hint="--limit")
     if verify is not None:
         _verify(verify, as_json=as_json)
     else:
