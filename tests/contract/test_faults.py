@@ -26,10 +26,9 @@ from q4_conformance.contract.cases import cases_of, select_cases
 from q4_conformance.contract.pairwise import pairwise
 from q4_conformance.execution.process import Limits
 from q4_conformance.measurement.recording import recorded
-from q4_conformance.outcome import FailureError
 from q4_conformance.subjects.backend import BackendSubject
 from q4_conformance.subjects.manifest import split
-from q4_conformance.subjects.profiles import find_target, subject_for
+from q4_conformance.subjects.profiles import UnknownTargetError, find_target, subject_for
 from q4_conformance_faults import DEVICE_FAULTS, FAULTS, FUNCTION_FAULTS, Fault, ToyKernel, function_of
 from q4_conformance_faults.boundary import Differentiates
 from q4_conformance_faults.devices import ToyQuantiser
@@ -106,7 +105,7 @@ def test_a_plugin_that_raises_at_import_is_reported(monkeypatch: pytest.MonkeyPa
         with recorded(q4core.Q4PluginWarning):  # told once in a process, and perhaps before this test
             records = {record.name: record for record in q4core.default_registry().records()}
         assert records[module].state == "failed"
-        with pytest.raises(FailureError, match="raised at import"):
+        with pytest.raises(UnknownTargetError, match="raised at import"):
             subject_for(find_target(module, profile="kernel"))
         assert check_core(only=["EX-12"]).passed
     finally:
