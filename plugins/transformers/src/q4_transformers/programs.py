@@ -226,7 +226,7 @@ class ProgramForward:
         if others or odd or inputs_embeds is not None or not config.return_dict:
             raise _Modules(f"called with {', '.join(odd) or 'other arguments'}")
         _check_tokens(input_ids)
-        if past_key_values is None and not (config.use_cache if use_cache is None else use_cache):
+        if past_key_values is None and not (getattr(config, "use_cache", False) if use_cache is None else use_cache):
             raise _Modules("called without a cache")
         cache = cache_utils.DynamicCache(config=config) if past_key_values is None else past_key_values
         for is_last in (False, True):

@@ -27,9 +27,10 @@ pytestmark = [pytest.mark.peer, pytest.mark.usefixtures("quiet_transformers")]
 BUILD = Path(__file__).parents[4] / "build"
 FEW = (
     "llama", "gemma3_text", "mixtral", "gpt_oss", "granitemoe", "gpt2", "bloom", "mamba", "rwkv", "wavlm", "t5", "vit",
-    "clip", "mobilebert", "neomme",
+    "clip", "mobilebert", "neomme", "embedding_gemma2_text",
 )  # fmt: skip
-"""Merged projections, experts in three layouts, transposed layers, weights that are read, changed, tied and empty."""
+"""Merged projections, experts in three layouts, transposed layers, weights that are read, changed, tied and empty; and
+a config that knows no cache."""
 LEAST = 80
 FARTHEST = {"nf4": 0.153, "int4": 0.126}
 """The most that quantising moves a weight, of its block's largest one: half of NF4's widest gap, (1 - 0.6962) / 2, and
