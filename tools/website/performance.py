@@ -40,6 +40,11 @@ TITLES = {
     ),
     "contexts-avx512": ("Long contexts, SmolLM2", "python -m benchmarks contexts", "models-from-files.md"),
     "batches-avx512": ("Several sequences at once, SmolLM2", "python -m benchmarks batches", "models-from-files.md"),
+    "batches-avx2": (
+        "Several sequences at once, SmolLM2, AVX2",
+        "Q4_CPU_ISA=avx2 python -m benchmarks batches",
+        "models-from-files.md",
+    ),
     "opening": ("Opening a model", "python -m benchmarks opening", "models-from-files.md"),
     "overhead": ("What q4core adds to a call", "python -m benchmarks overhead", ""),
     "overhead-xeon-2.5ghz": ("What q4core adds to a call, on an older Xeon", "python -m benchmarks overhead", ""),
