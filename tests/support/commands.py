@@ -40,14 +40,15 @@ def say(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0)
     return capsys.readouterr().out
 
 
+def _environment() -> dict[str, str]:
+    """Return the variables of this process as a user has them: of ours, the instruction set and the cache."""
+    kept = {"Q4_CPU_ISA", "Q4_CACHE"}
+    return {name: text for name, text in os.environ.items() if not name.startswith("Q4_") or name in kept}
+
+
 def process(*arguments: object, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    environment = {
-        name: text
-        for name, text in os.environ.items()
-        if not name.startswith("Q4_") or name in {"Q4_CPU_ISA", "Q4_CACHE"}
-    }
-    given = dict(variables or {})
+    environment, given = _environment(), dict(variables or {})
     path = os.pathsep.join(filter(None, [str(ROOT), given.pop("PYTHONPATH", ""), environment.get("PYTHONPATH", "")]))
     return subprocess.run(
         [sys.executable, "-m", "q4_cli", *map(str, arguments)],
@@ -64,7 +65,7 @@ def run_python(folder: Path, *arguments: str, **variables: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=os.environ | variables,
+        env=_environment() | variables,
         capture_output=True,
         text=True,
         timeout=scaled(120),
