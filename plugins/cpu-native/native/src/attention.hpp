@@ -13,51 +13,65 @@
 
 namespace q4 {
 
-constexpr int kFromTransposed = 6;  // queries
+constexpr int kFromTransposed = 12;  // queries
 
-// Rows of keys or values, as whole vectors of float32: in the cache itself, or copied and filled up with zeros.
-struct Stretch {
-    const float* data;
-    int64_t stride;
-    [[gnu::always_inline]] const float* row(int64_t i) const { return data + i * stride; }
+// Rows of keys or values, as whole vectors: in the cache itself, or of float32, copied and filled up with zeros.
+template <class V, int Type> struct Stretch {
+    static constexpr int kType = Type;
+    static constexpr int64_t kBytes = Type == Q4_F32 ? 4 : Type == Q4_F16 ? 2 : 1;
+    using F = typename V::Floats;
+    struct Row {
+        const uint8_t *data, *scale;  // of int8
+        [[gnu::always_inline]] F load(int64_t column) const {
+            const F v = numbers<V>(Type, data + column * kBytes);
+            if constexpr (Type != Q4_I8) return v;
+            float factor;
+            std::memcpy(&factor, scale, 4);
+            return V::mul(v, V::splat(factor));
+        }
+    };
+    const uint8_t* data;
+    int64_t stride, columns;
+    [[gnu::always_inline]] Row row(int64_t i) const { return {data + i * stride, data + i * stride + columns}; }
 };
 
-template <class V, int Type> Q4_INLINE void widen_rows(const uint8_t* from, int64_t stride, int64_t columns, int64_t count, float* to) {
-    constexpr int64_t kBytes = Type == Q4_F32 ? 4 : Type == Q4_F16 ? 2 : 1;
-    const int64_t padded = Attention::padded(columns);
-    for (; count > 0; --count, from += stride, to += padded) {
-        float scale = 1.0f;
-        if (Type == Q4_I8) std::memcpy(&scale, from + columns, 4);
-        const auto widened = [&](const uint8_t* place) __attribute__((always_inline)) {
-            const auto v = numbers<V>(Type, place);
-            return Type == Q4_I8 ? V::mul(v, V::splat(scale)) : v;
-        };
+template <class V, int Type> Q4_INLINE void widen_rows(const Stretch<V, Type>& rows, int64_t count, float* to) {
+    const int64_t columns = rows.columns, padded = Attention::padded(columns);
+    for (int64_t i = 0; i < count; ++i, to += padded) {
+        auto row = rows.row(i);
+        uint8_t scale[4] = {};  // a copy, which what is written can't be taken for
+        if (Type == Q4_I8) std::memcpy(scale, row.scale, 4), row.scale = scale;
         int64_t c = 0;
-        for (; c + V::kLanes <= columns; c += V::kLanes) V::store(to + c, widened(from + c * kBytes));
+        for (; c + V::kLanes <= columns; c += V::kLanes) V::store(to + c, row.load(c));
         if (c < columns) {
-            uint8_t rest[V::kLanes * kBytes] = {};
-            std::memcpy(rest, from + c * kBytes, static_cast<size_t>((columns - c) * kBytes));
-            V::store(to + c, widened(rest));
+            uint8_t rest[V::kLanes * 4] = {};
+            std::memcpy(rest, row.data + c * rows.kBytes, static_cast<size_t>((columns - c) * rows.kBytes));
+            row.data = rest;
+            V::store(to + c, row.load(0));
         }
         std::memset(to + columns, 0, static_cast<size_t>(padded - columns) * 4);
     }
 }
 
-template <class V> Q4_INLINE Stretch tile_of(const Cache& cache, int64_t columns, int64_t first, int64_t count, float* scratch) {
-    const uint8_t* from = cache.data + first * cache.stride;
-    if (cache.type == Q4_F16)
-        widen_rows<V, Q4_F16>(from, cache.stride, columns, count, scratch);
-    else if (cache.type == Q4_I8)
-        widen_rows<V, Q4_I8>(from, cache.stride, columns, count, scratch);
-    else if (columns % V::kLanes == 0)
-        return {reinterpret_cast<const float*>(from), cache.stride / 4};
-    else
-        widen_rows<V, Q4_F32>(from, cache.stride, columns, count, scratch);
-    return {scratch, Attention::padded(columns)};
+// use(rows) of a tile; where `has_float32`, of float32 whatever the cache holds.
+template <class V, class Use>
+Q4_INLINE void with_tile(const Cache& cache, int64_t columns, int64_t first, int64_t count, bool has_float32, float* scratch,
+                         const Use& use) {
+    const auto of = [&](auto type) __attribute__((always_inline)) {
+        constexpr int kType = decltype(type)::value;
+        const Stretch<V, kType> rows{cache.data + first * cache.stride, cache.stride, columns};
+        if (columns % V::kLanes == 0 && (kType == Q4_F32 || !has_float32)) return use(rows);
+        widen_rows(rows, count, scratch);
+        const int64_t padded = Attention::padded(columns);
+        use(Stretch<V, Q4_F32>{reinterpret_cast<const uint8_t*>(scratch), padded * 4, padded});
+    };
+    if (cache.type == Q4_F16) return of(std::integral_constant<int, Q4_F16>{});
+    if (cache.type == Q4_I8) return of(std::integral_constant<int, Q4_I8>{});
+    of(std::integral_constant<int, Q4_F32>{});
 }
 
 // Keys side by side: [columns][kTileKeys], of which the last ones are zeros where there are fewer keys.
-Q4_INLINE void transpose(const Stretch& keys, int64_t count, int64_t columns, float* to) {
+template <class V> Q4_INLINE void transpose(const Stretch<V, Q4_F32>& keys, int64_t count, int64_t columns, float* to) {
     typedef float Four __attribute__((vector_size(16)));
     const auto load = [](const float* from) {
         Four v;
@@ -68,7 +82,10 @@ Q4_INLINE void transpose(const Stretch& keys, int64_t count, int64_t columns, fl
     for (int64_t i = 0; i < kTileKeys; i += 4) {
         const float* from[4];
         int64_t step[4];
-        for (int64_t j = 0; j < 4; ++j) from[j] = i + j < count ? keys.row(i + j) : none, step[j] = i + j < count ? 1 : 0;
+        for (int64_t j = 0; j < 4; ++j) {
+            const bool is_key = i + j < count;
+            from[j] = is_key ? reinterpret_cast<const float*>(keys.row(i + j).data) : none, step[j] = is_key;
+        }
         for (int64_t c = 0; c < columns; c += 4) {
             Four r[4];
             for (int64_t j = 0; j < 4; ++j) r[j] = load(from[j] + step[j] * c);
@@ -125,10 +142,11 @@ template <class V, int Count> void score_tile(const Turn* turns, const float* ke
 
 // Four keys at once, because adding a vector's lanes up takes longer than its products; a key is loaded once for all queries. Past
 // the last key it is taken again.
-template <class V, int Count> Q4_INLINE void score(const Turn* turns, const Stretch& keys, int64_t count, int64_t columns, int64_t place) {
+template <class V, int Count, int Type>
+Q4_INLINE void score(const Turn* turns, const Stretch<V, Type>& keys, int64_t count, int64_t columns, int64_t place) {
     using F = typename V::Floats;
     for (int64_t i = 0; i < count; i += 4) {
-        const float* key[4];
+        typename Stretch<V, Type>::Row key[4];
         F sum[Count][4];
         for (int64_t j = 0; j < 4; ++j) {
             key[j] = keys.row(i + j < count ? i + j : count - 1);
@@ -139,7 +157,7 @@ template <class V, int Count> Q4_INLINE void score(const Turn* turns, const Stre
             for (int n = 0; n < Count; ++n) query[n] = V::load(turns[n].query + c);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) {
-                const F k = V::load(key[j] + c);
+                const F k = key[j].load(c);
                 for (int n = 0; n < Count; ++n) sum[n][j] = V::fma(query[n], k, sum[n][j]);
             }
         }
@@ -148,22 +166,24 @@ template <class V, int Count> Q4_INLINE void score(const Turn* turns, const Stre
 }
 
 // Add some vectors' width of weighted values, of keys from `first` up to `last` of a tile, to the sums of some queries.
-template <class V, int Count, int Vectors>
-Q4_INLINE void mix(const Turn* turns, const Stretch& values, int64_t column, int64_t place, int64_t first, int64_t last) {
+template <class V, int Count, int Vectors, int Type>
+Q4_INLINE void mix(const Turn* turns, const Stretch<V, Type>& values, int64_t column, int64_t place, int64_t first, int64_t last) {
     using F = typename V::Floats;
     if (first >= last) return;
-    const float *value = values.row(first) + column, *weights[Count];
+    const float* weights[Count];
     F sum[Count][Vectors];
     for (int n = 0; n < Count; ++n) {
         weights[n] = turns[n].scores + place;
         for (int part = 0; part < Vectors; ++part) sum[n][part] = V::load(turns[n].state + Attention::kHead + column + part * V::kLanes);
     }
-    for (int64_t i = first; i < last; ++i, value += values.stride) {
+    auto value = values.row(first);
+    value.data += column * values.kBytes;
+    for (int64_t i = first; i < last; ++i, value.data += values.stride, value.scale += values.stride) {
         F weight[Count];
         for (int n = 0; n < Count; ++n) weight[n] = V::splat(weights[n][i]);
 #pragma GCC unroll 4
         for (int part = 0; part < Vectors; ++part) {
-            const F v = V::rounded(V::load(value + part * V::kLanes));  // into a register, once for all queries
+            const F v = V::rounded(value.load(part * V::kLanes));  // into a register, once for all queries
             for (int n = 0; n < Count; ++n) sum[n][part] = V::fma(weight[n], v, sum[n][part]);
         }
     }
@@ -173,19 +193,19 @@ Q4_INLINE void mix(const Turn* turns, const Stretch& values, int64_t column, int
 
 // The same of a tile's keys, in their order: those that all of the queries see at once, the others query by query. What a query
 // does not see has no weight, not even 0: it may be NaN.
-template <class V, int Count, int Vectors>
-Q4_INLINE void mix_tile(const Turn* turns, const Stretch& values, int64_t column, int64_t place, int64_t count) {
+template <class V, int Count, int Vectors, int Type>
+Q4_INLINE void mix_tile(const Turn* turns, const Stretch<V, Type>& values, int64_t column, int64_t place, int64_t count) {
     int64_t from[Count], to[Count], first = 0, last = count;
     for (int n = 0; n < Count; ++n) {
         from[n] = turns[n].first > place ? turns[n].first - place : 0;
         to[n] = turns[n].end - place < count ? turns[n].end - place : count;
         first = from[n] > first ? from[n] : first, last = to[n] < last ? to[n] : last;
     }
-    if (Count == 1) return mix<V, Count, Vectors>(turns, values, column, place, first, last);
+    if (Count == 1) return mix<V, Count, Vectors, Type>(turns, values, column, place, first, last);
     if (first >= last) first = last = count;  // none in common
-    for (int n = 0; n < Count; ++n) mix<V, 1, Vectors>(turns + n, values, column, place, from[n], first < to[n] ? first : to[n]);
-    mix<V, Count, Vectors>(turns, values, column, place, first, last);
-    for (int n = 0; n < Count; ++n) mix<V, 1, Vectors>(turns + n, values, column, place, last > from[n] ? last : from[n], to[n]);
+    for (int n = 0; n < Count; ++n) mix<V, 1, Vectors, Type>(turns + n, values, column, place, from[n], first < to[n] ? first : to[n]);
+    mix<V, Count, Vectors, Type>(turns, values, column, place, first, last);
+    for (int n = 0; n < Count; ++n) mix<V, 1, Vectors, Type>(turns + n, values, column, place, last > from[n] ? last : from[n], to[n]);
 }
 
 // `some(n)` of queries from n on, Most at once as long as they last: as constants, so that sums stay in registers.
@@ -236,7 +256,8 @@ template <class V> void conclude(const float* state, int64_t columns, float* out
 
 // One block of each query that has as many.
 template <class V> void attend_block(const Attention& a, int64_t block, const float* const* queries) {
-    constexpr int kScored = V::kLanes == 8 ? 2 : 4, kMixed = V::kLanes == 8 ? 3 : 6;  // 16 registers: more would spill
+    constexpr bool kIsNarrow = V::kLanes == 8;  // 16 registers: more queries at once would spill
+    constexpr int kKeyed = kIsNarrow ? 3 : 5, kScored = kIsNarrow ? 2 : 4, kMixed = kIsNarrow ? 3 : 6;
     const int64_t whole = ceil_div(a.columns, V::kLanes) * V::kLanes, size = Attention::state_size(a.columns);
     Turn turns[Attention::kMost];
     int count = 0;
@@ -251,30 +272,41 @@ template <class V> void attend_block(const Attention& a, int64_t block, const fl
         first = from < first ? from : first, last = to > last ? to : last;
     }
     for (int n = 0; n < count; ++n) turns[n].first -= first, turns[n].end -= first;
-    const auto each_tile = [&](const Cache& cache, const auto& use) __attribute__((always_inline)) {
-        for (int64_t i = first; i < last; i += kTileKeys) {
-            const int64_t keys = last - i < kTileKeys ? last - i : kTileKeys;
-            use(tile_of<V>(cache, a.columns, i, keys, a.scratch.tile), i - first, keys);
+    // Rows that are taken once are one tile. Widening them twice is faster than writing what is widened.
+    const auto each_tile = [&](const Cache& cache, int at_once, const auto& use) __attribute__((always_inline)) {
+        const bool has_float32 = count > 2 * at_once;
+        const int64_t most = a.columns % V::kLanes == 0 && count <= at_once ? last - first : kTileKeys;
+        for (int64_t i = first, keys; i < last; i += keys) {
+            keys = last - i < most ? last - i : most;
+            with_tile<V>(cache, a.columns, i, keys, has_float32, a.scratch.tile,
+                         [&](const auto& tile) __attribute__((always_inline)) { use(tile, i - first, keys); });
         }
     };
-    each_tile(a.keys, [&](const Stretch& tile, int64_t place, int64_t keys) __attribute__((always_inline)) {
-        if (count < kFromTransposed)
-            return by<3>(count, [&](int n, auto some) { score<V, decltype(some)::value>(turns + n, tile, keys, whole, place); });
-        transpose(tile, keys, whole, a.scratch.transposed);
-        by<kScored>(count, [&](int n, auto some) { score_tile<V, decltype(some)::value>(turns + n, a.scratch.transposed, whole, place); });
+    const bool is_transposed = count >= kFromTransposed;
+    each_tile(a.keys, kKeyed, [&](const auto& tile, int64_t place, int64_t keys) __attribute__((always_inline)) {
+        constexpr int kType = std::decay_t<decltype(tile)>::kType;
+        if constexpr (kType == Q4_F32) {
+            if (is_transposed) {
+                float* columns = a.scratch.transposed;
+                transpose<V>(tile, keys, whole, columns);
+                return by<kScored>(count, [&](int n, auto some) { score_tile<V, some.value>(turns + n, columns, whole, place); });
+            }
+        }
+        by<kKeyed>(count, [&](int n, auto some) { score<V, some.value, kType>(turns + n, tile, keys, whole, place); });
     });
     for (int n = 0; n < count; ++n) {
         weigh<V>(turns[n], a.scale);
         std::memset(turns[n].state + Attention::kHead, 0, static_cast<size_t>(Attention::padded(a.columns)) * 4);
     }
-    each_tile(a.values, [&](const Stretch& tile, int64_t place, int64_t keys) __attribute__((always_inline)) {
+    each_tile(a.values, kMixed, [&](const auto& tile, int64_t place, int64_t keys) __attribute__((always_inline)) {
+        constexpr int kType = std::decay_t<decltype(tile)>::kType;
         int64_t column = 0;
         for (; column + 4 * V::kLanes <= whole; column += 4 * V::kLanes)
-            by<kMixed>(count, [&](int n, auto some) { mix_tile<V, decltype(some)::value, 4>(turns + n, tile, column, place, keys); });
+            by<kMixed>(count, [&](int n, auto some) { mix_tile<V, some.value, 4, kType>(turns + n, tile, column, place, keys); });
         for (; column + 2 * V::kLanes <= whole; column += 2 * V::kLanes)
-            by<6>(count, [&](int n, auto some) { mix_tile<V, decltype(some)::value, 2>(turns + n, tile, column, place, keys); });
+            by<6>(count, [&](int n, auto some) { mix_tile<V, some.value, 2, kType>(turns + n, tile, column, place, keys); });
         for (; column < whole; column += V::kLanes)
-            by<6>(count, [&](int n, auto some) { mix_tile<V, decltype(some)::value, 1>(turns + n, tile, column, place, keys); });
+            by<6>(count, [&](int n, auto some) { mix_tile<V, some.value, 1, kType>(turns + n, tile, column, place, keys); });
     });
     for (int n = 0; n < a.count && block > a.from; ++n)
         if (a.each[n].first + block * Attention::kBlock < a.each[n].end) join<V>(a.scratch.states + n * size, a.each[n].state, a.columns);
