@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from q4_programs import Buffer, Op, Program, Step, View, reference
-from q4_programs.cache_rows import narrowed, widened
+from q4_programs.cache_rows import make_rows, narrowed, widened
 from q4core import ConfigError
 
 
@@ -90,3 +91,34 @@ def test_only_caches_are_narrow() -> None:
         Program(buffers, [Step(Op.STORE, [x, View(1, 1, 1)], [View(2, 1, 8)])])
     with pytest.raises(ConfigError, match="dtype must be float32 or int64, or float16 or int8 of a cache"):
         Buffer("c", 8, torch.bfloat16)
+
+
+def _flags(tensor: torch.Tensor) -> list[str]:
+    """Return what the kernel says of the mapping that a tensor lies in."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            first, last = (int(part, 16) for part in name.split("-"))
+            is_inside = first <= tensor.data_ptr() < last
+        elif is_inside and name == "VmFlags:":
+            return rest
+    raise AssertionError("no mapping holds the tensor")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+def test_large_caches_ask_for_huge_pages(dtype: torch.dtype) -> None:
+    """From 4 MiB on, and not below; both are zeros."""
+    large, small = (make_rows((2, count, 64), dtype, "cpu") for count in (2**16, 2**8))
+    assert "hg" in _flags(large)
+    assert "hg" not in _flags(small)
+    assert not large.any()
+    assert not small.any()
+    assert (large.shape, large.dtype, large.is_contiguous()) == ((2, 2**16, 64), dtype, True)
+
+
+def test_a_cache_that_no_memory_holds_is_torchs_error() -> None:
+    """What can't be mapped is left to torch, whose error says how much was asked for."""
+    with pytest.raises(RuntimeError, match="allocate"):
+        make_rows((2**50,), torch.float32, "cpu")

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
+from typing import TYPE_CHECKING
+
 import torch
 
-__all__ = ["CACHE_DTYPES", "narrowed", "row_columns", "widened"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["CACHE_DTYPES", "make_rows", "narrowed", "row_columns", "widened"]
 
 CACHE_DTYPES = frozenset({torch.float32, torch.float16, torch.int8})
 """dtypes of a program's caches."""
 _MOST = 127
 _SCALE_BYTES = 4
 _FLOAT32 = torch.finfo(torch.float32)
+_LEAST_HUGE = 4 << 20
+
+
+def make_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Return rows of zeros, which take memory as they are written.
+
+    From 4 MiB on they ask for huge pages, where a system has them: attention streams rows faster that way, as one
+    translation of an address serves 2 MiB and not 4 KiB.
+    """
+    count = math.prod(shape)
+    if torch.device(device).type == "cpu" and count * dtype.itemsize >= _LEAST_HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them, or too little memory, of which torch tells
+            memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(memory, dtype=dtype).view(*shape)
+    return torch.zeros(*shape, dtype=dtype, device=device)
 
 
 def row_columns(columns: int, dtype: torch.dtype) -> int:

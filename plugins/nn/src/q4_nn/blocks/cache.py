@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from q4_programs.cache_rows import narrowed, row_columns, widened
+from q4_programs.cache_rows import make_rows, narrowed, row_columns, widened
 from q4core import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class _Window:
         two, batch, heads, capacity, head_dim = shape
         self.window = window
         self.room = min(capacity, 2 * window)
-        self.entries = torch.zeros((two, batch, heads, self.room, head_dim), dtype=dtype, device=device)
+        self.entries = make_rows((two, batch, heads, self.room, head_dim), dtype, device)
         self.first = 0
         """Position of the first entry."""
         self._tail: torch.Tensor | None = None
@@ -151,7 +151,7 @@ class KVCache:
         }
         self._full = [layer for layer in range(layers) if layer not in self._windows]
         # In one tensor, so that a position's key and value can be written in one call.
-        self._entries = torch.zeros((2, len(self._full), *shape[1:]), dtype=dtype, device=device)
+        self._entries = make_rows((2, len(self._full), *shape[1:]), dtype, device)
         self.batch = batch
         self.capacity = capacity
         self.padding = padding
