@@ -29,6 +29,7 @@ FACTS = {
 }  # fmt: skip
 """Attributes that a packed layer's weight has itself."""
 _ASKING = {"isinstance", "hasattr", "type", "id", "len", "print", "repr", "str"}
+_STATEMENTS = ("body", "orelse", "handlers", "finalbody", "cases")
 SUPER = "super()"
 Condition = tuple[ast.expr, bool]
 
@@ -91,7 +92,11 @@ def _functions(file: str) -> dict[int, ast.FunctionDef]:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return {}
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    nodes, left = list[ast.FunctionDef](), list[Any]([tree])
+    while left:  # statements alone, as functions are in no expression
+        node = left.pop()
+        nodes += [node] if isinstance(node, ast.FunctionDef) else []
+        left += [item for name in _STATEMENTS for item in getattr(node, name, ())]
     return {min([node.lineno, *(item.lineno for item in node.decorator_list)]): node for node in nodes}
 
 
