@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Watch", "hook_of"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_all = itertools.chain.from_iterable
 
 
 class Watch:
@@ -31,17 +32,16 @@ class Watch:
         lists = [child for module in modules for child in module.children() if isinstance(child, nn.ModuleList)]
         modules = self._modules = (*modules, *lists)  # lists emit nothing, but hold what does
         self._states = [vars(module) for module in modules]
-        held = [(vars(module), module._parameters, module._modules) for module in modules]  # noqa: SLF001  # as below
-        self._holders = [holder for holders in held for holder in holders]
-        self._count = sum(map(len, self._holders))
+        self._size = sum(map(len, self._states))
         self._hooks = -1
-        parts: list[tuple[Any, str, Any]] = [
-            (parts, name, part)
-            for module in modules
-            for parts in (module._parameters, module._modules)  # noqa: SLF001  # torch has no other way to ask
-            for name, part in parts.items()
-        ]
-        self._dicts, self._names, self._parts = ([part[column] for part in parts] for column in range(3))
+        self._plain, self._others = list[dict[str, Any]](), list[dict[str, Any]]()
+        for module in modules:
+            for parts in (module._parameters, module._modules):  # noqa: SLF001  # torch has no other way to ask
+                is_plain = all(type(part).__eq__ is object.__eq__ for part in parts.values())  # to itself alone
+                (self._plain if is_plain else self._others).append(parts)
+        # Compared as wholes, in one step for all modules; tensors, whose == compares numbers, one by one.
+        self._known = [parts.copy() for parts in self._plain]
+        self._names, self._parts = [*_all(self._others)], [*_all(map(dict.values, self._others))]
 
     def change(self) -> str | None:
         """Return what has changed, or None."""
@@ -52,12 +52,12 @@ class Watch:
             self._hooks = RemovableHandle.next_id
         if any(map(operator.itemgetter("training"), self._states)):
             return "training mode"
-        if sum(map(len, self._holders)) != self._count:
-            return "a module, a parameter or an attribute was added or removed"
-        with contextlib.suppress(KeyError):
-            if all(map(operator.is_, map(operator.getitem, self._dicts, self._names), self._parts)):
-                return None
-        return "a module or parameter was replaced"
+        if sum(map(len, self._states)) != self._size:
+            return "an attribute of a module was added or removed"
+        is_same = self._plain == self._known and [*_all(self._others)] == self._names
+        if is_same and all(map(operator.is_, _all(map(dict.values, self._others)), self._parts)):
+            return None
+        return "a module or parameter was added, replaced or removed"
 
 
 def hook_of(module: nn.Module, inert: Sequence[str] = ()) -> str | None:
