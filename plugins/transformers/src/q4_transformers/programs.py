@@ -25,8 +25,6 @@ from q4core import LifecycleError, Q4Error, Q4Linear
 from q4core.plugin_api import counted, is_plain_call, outside_inference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from q4_lm.models.transformer import TransformerDecoder
     from q4_nn.blocks.cache import KVCache
 
@@ -247,13 +245,12 @@ class ProgramForward:
 
     def _ready(self) -> TransformerDecoder:
         """Return the twin, made and proven at the first call, and again after the model has changed."""
-        if self._watch is None or self._is_changed():
-            self._twin = self._spare = None
+        if self._watch is None or self._is_changed(self._watch):
             modules = [*self.decoder.modules()]
-            self._watch = Watch(modules, inert=(_CAPTURING,))
-            if change := self._watch.change():
-                self._watch = None
+            watch = Watch(modules, inert=(_CAPTURING,))
+            if change := watch.change():  # in training mode, or a hook: what is proven stays
                 raise _Modules(change)
+            self._watch, self._twin, self._spare = watch, None, None
             kinds: list[Any] = [*{*map(type, modules)}]
             self._classes = kinds, [*map(_FORWARD, kinds)]
             self._attention = self.decoder.config._attn_implementation  # noqa: SLF001  # transformers has no other name
@@ -269,19 +266,10 @@ class ProgramForward:
             raise _Modules(str(self.problem))
         return self._twin
 
-    def _is_changed(self) -> bool:
-        """Return whether the model is another one than that of the twin.
-
-        Raises:
-            _Modules: It is in training mode, or has a hook.
-        """
-        assert self._watch is not None  # noqa: S101  # for the type checker
+    def _is_changed(self, watch: Watch) -> bool:
+        """Return whether the model is another one than that of the twin."""
         is_same = self.decoder.config._attn_implementation == self._attention  # noqa: SLF001  # as above
-        if is_same and self._watch.change() is None and [*map(_FORWARD, self._classes[0])] == self._classes[1]:
-            return False
-        if change := Watch([*self.decoder.modules()], inert=(_CAPTURING,)).change():
-            raise _Modules(change)
-        return True
+        return not is_same or watch.change() is not None or [*map(_FORWARD, self._classes[0])] != self._classes[1]
 
     # -- caches
 
@@ -378,15 +366,9 @@ def _check_tokens(tokens: Any) -> None:
         raise _Modules(f"a batch of more than {_MOST_SEQUENCES} sequences")
 
 
-def _decoders(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        parts = dict(module.named_children())
-        if {"embed_tokens", "layers", "norm"} <= parts.keys() and hasattr(module, "config"):
-            yield module
-
-
 def install_programs(model: nn.Module) -> None:
     """Let every decoder in a model run by programs where it can."""
-    for decoder in _decoders(model):
-        if "forward" not in vars(decoder):
-            vars(decoder)["forward"] = ProgramForward(decoder)
+    for module in model.modules():
+        is_decoder = {"embed_tokens", "layers", "norm"} <= dict(module.named_children()).keys()
+        if is_decoder and hasattr(module, "config") and "forward" not in vars(module):
+            vars(module)["forward"] = ProgramForward(module)

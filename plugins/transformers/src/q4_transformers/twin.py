@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -15,8 +16,6 @@ from q4_nn.blocks.joined import JoinedLinear
 from q4_programs import EmissionError
 from q4_transformers.linear import HfLinear
 from q4_transformers.names import CACHE
-from q4core import Q4Linear
-from q4core.extension import LayerHandle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +28,8 @@ _PROBE = 12
 """Tokens of the proof, after which one more is taken."""
 _FAR = 8
 """Positions, up to the end of the context, at which the turns are compared."""
+_SHARE = 2.0**-9
+"""How far two results of a block may lie apart: logits of 2⁹, summed in another order, by 2⁻¹⁴; 32 times as far."""
 
 
 def make_twin(decoder: Any) -> TransformerDecoder:
@@ -103,16 +104,52 @@ def _check_linear(found: Any, shape: tuple[int, int], name: str) -> None:
         _refuse(f"{name} is {type(found).__name__}, not a linear layer of {shape[0]}×{shape[1]}")
 
 
+class _StandIn(nn.Module):
+    """In the place of a packed layer: [..., N] from [..., K], drawn in-features times factors, other ones in each."""
+
+    def __init__(self, layer: HfLinear, seed: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        self._order = torch.randint(layer.in_features, (layer.out_features,), generator=random)
+        # Logits and activations reach beyond where their functions are straight.
+        self._factors = 2 * torch.randn(layer.out_features, generator=random)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return features, in a thousandth of a product's time."""
+        return x[..., self._order] * self._factors
+
+
+def _sketch(module: nn.Module, made: dict[nn.Module, nn.Module]) -> Any:
+    """Return a copy of a module over its parameters, in which stand-ins are in the places of packed layers."""
+    if module not in made:
+        made[module] = found = _StandIn(module, len(made)) if type(module) is HfLinear else copy.copy(module)
+        # Hooks, and buffers that a pass adds, are the copy's own.
+        vars(found).update({name: item.copy() for name, item in vars(found).items() if isinstance(item, dict)})
+        children = vars(found)["_modules"]
+        children.update({name: _sketch(child, made) for name, child in children.items() if child is not None})
+    return made[module]
+
+
 @torch.no_grad()
 def check_twin(decoder: Any, twin: TransformerDecoder) -> None:
     """Compare each block of a twin with the block of transformers, on the same inputs; the turns up to the context.
 
-    Products of both are those of the same layers. Their inputs differ by roundings of float32, by which some
-    activations fall on the next level of their grid; the bound of a block is for these.
+    Both are copies in which the same stand-ins are in the places of the same packed layers: what is shown is what
+    happens between the products, which are those of the same layers.
 
     Raises:
         EmissionError: They differ.
     """
+    made: dict[nn.Module, nn.Module] = {}
+    decoder, twin = _sketch(decoder, made), _sketch(twin, made)
+    seen: list[Any] = []  # the input of each block, its result and its turn; the same of the last norm
+
+    def note(_: Any, given: Any, named: Any, result: Any) -> None:
+        x = given[0] if given else named["hidden_states"]
+        seen.append((x, result[0] if isinstance(result, tuple) else result, named.get("position_embeddings")))
+
+    for part in (*decoder.layers, decoder.norm):
+        part.register_forward_hook(note, with_kwargs=True)
     config, device = twin.config, decoder.norm.weight.device
     random = torch.Generator().manual_seed(0)
     count = min(_PROBE, config.max_position_embeddings - 1)
@@ -121,36 +158,19 @@ def check_twin(decoder: Any, twin: TransformerDecoder) -> None:
     cache = KVCache(*size, windows=config.windows, device=device)
     past, blocks = None, list[Any](twin.layers)
     for part in (tokens[:, :count], tokens[:, count:]):
-        seen, past = _run(decoder, part, use_cache=True, **{CACHE: past})
+        past = _run(decoder, seen, part, use_cache=True, **{CACHE: past})
         x = twin.embed_tokens(part) * config.embedding_scale
         _compare("the embedding", seen[0][0], x, 0 * x, 2.0**-18)
         for layer, (block, (x, y, _)) in enumerate(zip(blocks, seen, strict=False)):
-            share = max(map(_share, filter(_is_packed, block.modules())), default=2.0**-9)
-            _compare(f"block {layer}", y, block(x, cache=cache), x, share)
+            _compare(f"block {layer}", y, block(x, cache=cache), x, _SHARE)
         cache.advance(part.shape[1])
         x, y, _ = seen[-1]
         _compare("the last norm", y, x if twin.norm is None else twin.norm(x), 0 * x, 2.0**-18)
-    far = torch.linspace(0, _context(twin) - 1, min(_FAR, _context(twin)), device=device).long().unique()
-    positions = far[None]
-    seen, _ = _run(decoder, tokens[:, :1].expand(-1, len(far)), position_ids=positions, use_cache=False)
+    far = torch.linspace(0, _context(twin) - 1, _FAR, device=device).long().unique()
+    _run(decoder, seen, tokens[:, :1].expand(-1, len(far)), position_ids=far[None], use_cache=False)
     for layer, (block, (_, _, turn)) in enumerate(zip(blocks, seen, strict=False)):
         if (rotary := block.self_attn.rotary) is not None:
             _compare_turns(layer, rotary, turn, far)
-
-
-def _is_packed(module: nn.Module) -> bool:
-    return isinstance(module, Q4Linear)
-
-
-def _share(layer: Any) -> float:
-    """Return how far two results of a layer may lie apart, as a share of the greatest: one level in a few activations.
-
-    An activation that differs by 2⁻²² of the greatest is rounded otherwise once in 2¹⁴ times on a grid of 127 levels,
-    once in 64 on one of 32,767; of K of them, that is a share of 2⁻⁷ · 2⁻⁷ and 2⁻¹⁵ · 2⁻³ of the sum. The bounds leave
-    a factor of 256 for three layers one after another, and for activations whose greatest is far above the others.
-    """
-    names = {segment.path.precision.name for segment in LayerHandle(layer).segments}
-    return 2.0**-6 if any(name.endswith("8") for name in names) else 2.0**-9
 
 
 def _compare(what: str, theirs: torch.Tensor, ours: torch.Tensor, x: torch.Tensor, share: float) -> None:
@@ -177,24 +197,13 @@ def _compare_turns(layer: int, rotary: RotaryEmbedding, turn: Any, positions: to
             _refuse(f"block {layer} turns by other angles")
 
 
-def _run(decoder: Any, tokens: torch.Tensor, **options: Any) -> tuple[list[Any], Any]:
-    """Return for each block its input, its result and its turn, and the same of the last norm; and the cache."""
-    seen: list[Any] = []
-
-    def note(_: Any, given: Any, named: Any, result: Any) -> None:
-        x = given[0] if given else named["hidden_states"]
-        seen.append((x, result[0] if isinstance(result, tuple) else result, named.get("position_embeddings")))
-
-    parts = [*decoder.layers, decoder.norm]
-    handles = [part.register_forward_hook(note, with_kwargs=True) for part in parts]
-    try:
-        found = type(decoder).forward(decoder, input_ids=tokens, **options)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if len(seen) != len(parts):
+def _run(decoder: Any, seen: list[Any], tokens: torch.Tensor, **options: Any) -> Any:
+    """Run the blocks and the last norm, which note what they see, and return the cache."""
+    seen.clear()
+    found = type(decoder).forward(decoder, input_ids=tokens, **options)
+    if len(seen) != len(decoder.layers) + 1:
         _refuse("its blocks don't run one after another")
-    return seen, getattr(found, CACHE)
+    return getattr(found, CACHE)
 
 
 def _refuse(why: str) -> NoReturn:

@@ -15,8 +15,11 @@ from transformers import DynamicCache, StaticCache
 
 import q4_transformers
 import q4core as q4
+from q4_programs import EmissionError
 from q4_transformers import HfLinear, Q4Config
 from q4_transformers.names import CACHE
+from q4_transformers.twin import check_twin, make_twin
+from q4core import Q4Linear
 from tests.support.frames import functions_entered
 
 if TYPE_CHECKING:
@@ -45,11 +48,54 @@ def test_greedy_tokens_are_those_of_the_modules(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("precision", ["exact", "int8"])
 def test_programs_are_proven_in_every_precision(precision: str, tmp_path: Path) -> None:
-    """Blocks are compared by the grid of their activations, and run."""
+    """Blocks are compared whatever the grid of their activations, and run."""
     ours, theirs = pair(tmp_path, *KINDS["gemma3"], activation_precision=precision)
     ids = prompt(40)
     assert torch.equal(ours.generate(ids, max_new_tokens=9), theirs.generate(ids, max_new_tokens=9))
     assert ran(ours) == 9
+
+
+@torch.no_grad()
+def test_a_proof_multiplies_no_packed_layer(llamas: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared is what happens between the products: these are those of the same layers."""
+    decoder = llamas[0].model
+    twin = make_twin(decoder)
+    hooks = [dict(module._forward_hooks) for module in decoder.modules()]  # torch has no other way to ask
+    monkeypatch.delattr(Q4Linear, "forward")
+    with pytest.raises(q4.PackedWeightError):
+        decoder.layers[0].mlp.down_proj(torch.zeros(1, 128))
+    check_twin(decoder, twin)
+    assert hooks == [dict(module._forward_hooks) for module in decoder.modules()]  # as above
+
+
+DIFFERENCES: dict[str, Callable[[Any, Any], Any]] = {
+    "scale": lambda theirs, _: setattr(theirs.self_attn, "scaling", 1.02 * theirs.self_attn.scaling),
+    "activation": lambda theirs, _: setattr(theirs.mlp, "act_fn", torch.nn.GELU()),
+    "epsilon": lambda theirs, _: setattr(theirs.post_attention_layernorm, "variance_epsilon", 0.02),
+    "gate and up": lambda _, ours: vars(ours.mlp)["_modules"].update(
+        gate_proj=ours.mlp.up_proj, up_proj=ours.mlp.gate_proj
+    ),
+    "keys and values": lambda _, ours: vars(ours.self_attn)["_modules"].update(
+        k_proj=ours.self_attn.v_proj, v_proj=ours.self_attn.k_proj
+    ),
+    "norms": lambda theirs, _: theirs.input_layernorm.register_parameter(
+        "weight", torch.nn.Parameter(theirs.input_layernorm.weight.flip(0))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+@torch.no_grad()
+def test_a_difference_in_one_block_is_found(name: str, llamas: tuple[Any, Any]) -> None:
+    """Two layers in each other's places, and another number or function between them, refuse the programs."""
+    decoder = llamas[0].model
+    twin: Any = make_twin(decoder)
+    norm = decoder.layers[1].input_layernorm.weight
+    norm.copy_(1 + torch.arange(len(norm)) / len(norm))
+    check_twin(decoder, twin)
+    DIFFERENCES[name](decoder.layers[1], twin.layers[1])
+    with pytest.raises(EmissionError, match="block 1 differs"):
+        check_twin(decoder, twin)
 
 
 @pytest.mark.parametrize("name", OTHERS)
