@@ -113,7 +113,8 @@ def install_packages(session: nox.Session, *, environment: str = "env") -> None:
         session.warn("there is no C++ compiler here: cpu-native is left out, and the reference runs instead")
         folders = [folder for folder in folders if folder.name != "cpu-native"]
     for folder in (item for item in folders if item.name in COMPILED):
-        session.log(f"{folder.name}: compiling; cpu-native takes two minutes on two idle cores")
+        takes = ", which takes two minutes on two idle cores" if folder.name == "cpu-native" else ""
+        session.log(f"{folder.name}: compiling{takes}")
         own = ("--no-deps", "--no-build-isolation", "--editable", str(folder))
         install(session, folder.name, *own, environment=environment)
     needed = {line for folder in folders if folder.name not in PEER_PACKAGES for line in _libraries(folder)}

@@ -1,25 +1,30 @@
 """A command whose compiler steps are shown as they end, with the time: ``python -m tools.progress COMMAND …``.
 
-All else that it prints is shown only where it fails.
+A large file takes minutes, in which a line says that the compiler is at work. All else that the command prints is shown
+only where it fails.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import re
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 __all__ = ["CommandError", "run_command", "step"]
 
 _STEP = re.compile(r"^\s*\[(\d+/\d+)\] (?:\S+ )*?(?:\S*/)?(\S+)$")
 _TAIL = 60
+SILENCE_S = 20.0
+"""After so many seconds without a line of the command, one of ours says that it is compiling."""
 
 
 class CommandError(RuntimeError):
@@ -37,6 +42,8 @@ def run_command(
 ) -> str:
     """Run a command and return what it printed; with ``shown``, print each compiler step with the seconds so far.
 
+    After the first step, ``SILENCE_S`` seconds without a line of the command print one that says that it is compiling.
+
     Raises:
         CommandError: Its exit status is not 0.
     """
@@ -47,10 +54,12 @@ def run_command(
     with subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        for line in process.stdout or ():
-            lines.append(line)
-            if shown and (text := step(line)):
-                steps += 1
+        for line in _lines(process):
+            if line is not None:
+                lines.append(line)
+            text = step(line) if line is not None else "compiling …" if steps else None
+            if shown and text:
+                steps += line is not None
                 print(f"  {time.monotonic() - started:4.0f} s  {text}", flush=True)
     if process.returncode:
         status = f"{' '.join(command)} ended with status {process.returncode}"
@@ -58,6 +67,27 @@ def run_command(
     if steps:
         print(f"  compiled in {time.monotonic() - started:.0f} s", flush=True)
     return "".join(lines)
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str | None]:
+    """Yield each line that a process prints, and None after each ``SILENCE_S`` seconds without one."""
+    heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            heard.put(line)
+        heard.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = heard.get(timeout=SILENCE_S)
+        except queue.Empty:
+            yield None
+            continue
+        if line is None:
+            return
+        yield line
 
 
 def main() -> int:

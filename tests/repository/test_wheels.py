@@ -117,6 +117,20 @@ def test_a_command_shows_its_steps_as_they_end_and_its_errors(capsys: pytest.Cap
         run_command([sys.executable, "-c", "print('broken'); raise SystemExit(3)"])
 
 
+def test_a_long_silence_shows_that_the_compiler_is_at_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a step was shown, each silent spell has a line; before that, and of a command without steps, nothing has."""
+    monkeypatch.setattr("tools.progress.SILENCE_S", 0.3)
+    wait = "import time; time.sleep(0.5); "
+    said = f"{wait}print('[1/2] Building CXX object a/b.cpp.o', flush=True); {wait}print('[2/2] Linking x.so')"
+    assert run_command([sys.executable, "-c", said]).count("\n") == 2
+    shown = [line.split(" s ")[1].strip() for line in capsys.readouterr().out.splitlines()[:-1]]
+    assert [*dict.fromkeys(shown)] == ["1/2 b.cpp.o", "compiling …", "2/2 x.so"]  # slow machines have longer spells
+    assert run_command([sys.executable, "-c", wait]) == ""
+    assert capsys.readouterr().out == ""
+
+
 def test_addresses_that_lead_nowhere_are_named() -> None:
     """``nox -s build`` says so, as long as the project has no address of its own."""
     assert placeholders() == ["https://q4core.example"]
