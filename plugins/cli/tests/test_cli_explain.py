@@ -51,6 +51,7 @@ def test_proofs_are_remembered_listed_and_made_anew(tmp_path: Path, monkeypatch:
     assert (file["backend"], file["is_current"], file["damaged"]) == (first["layers"][0]["backend"], True, 0)
     assert file["count"] >= 1
     assert Path(file["path"]).stat().st_mtime > file["written"]  # written again
+    assert f"{file['count']} kinds, in use, last on " in " ".join(process("doctor", "--proofs").stdout.split())
 
 
 @pytest.mark.usefixtures("reference_alone")

@@ -90,7 +90,7 @@ def doctor(
             "environment": variables,
         }
         stored = Proofs.here(registry) if proofs else None
-        record["proofs"] = [] if stored is None else stored.files()
+        record["proofs"] = [] if stored is None else [attrs.asdict(item) for item in stored.files()]
         # Last, after every hook was called.
         plugins = [
             attrs.evolve(item, state="failed", errors=[hung[item.name]]) if item.name in hung else item
