@@ -51,7 +51,10 @@ ENVIRONMENTS = {
 """Environment → the tests that are run there."""
 ALSO = {
     "large": ["q4-conformance", "q4-cpu-native", "q4-dequant-fallback", "q4-um-managed"],
-    "gpu": ["q4-actors", "q4-conformance", "q4-dequant-fallback", "q4-quantize"],
+    "gpu": [
+        *("q4-actors", "q4-conformance", "q4-dequant-fallback", "q4-dialects"),
+        *("q4-programs", "q4-quantize", "q4-safetensors"),
+    ],
 }
 """Environment → packages of ours that its tests need, whose bounds another one proves."""
 _NVRTC = "nvidia-cuda-nvrtc<14 ; sys_platform == 'linux'"  # which compiles without a GPU

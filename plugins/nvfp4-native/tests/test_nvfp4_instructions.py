@@ -81,6 +81,8 @@ def test_ptx_holds_the_native_product(native: tuple[str, Compiled]) -> None:
 def test_machine_code_holds_the_native_product(native: tuple[str, Compiled], tmp_path: Path) -> None:
     """The same holds of the machine code: only the FP4 unit multiplies, and no function touches local memory."""
     name, compiled = native
+    if compiled.arch == "sm_121a" and triton.__version__.startswith("3.6."):
+        pytest.skip("cuobjdump comes with Triton, and 3.6's, of CUDA 12.8, disassembles nothing for sm_121")
     functions = _functions(_tool("cuobjdump", "-sass", code=compiled.cubin, folder=tmp_path))
     assert {f"q4_gemm_{name}_{tile}" for tile in configurations()} | {f"q4_quantize_{name}"} == set(functions)
     for function, text in functions.items():

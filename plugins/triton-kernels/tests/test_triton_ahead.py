@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 import torch
+import triton
 from compiling import compiled_aside, selected
 from triton_programs import LIKE, RECIPES, Candidate, candidates
 
@@ -53,11 +54,13 @@ def _check(candidate: Candidate, became: Became) -> None:
 
     Products in float32, which run without tensor cores, may spill: for some formats ptxas keeps 8 to 72 bytes in local
     memory at 72 to 128 registers of 255, and which formats these are changes with tile, warps and stages alike.
+    Triton 3.6, the oldest that we promise, has a ptxas that keeps 8 bytes of one product in bfloat16.
     """
     assert "trap;" not in became.ptx
     assert re.search(r"\.local|ld\.local|st\.local", became.ptx) is None
     if candidate.kind not in {"gemm", "gradient"} or candidate.dtype is not torch.float32:
-        assert (became.usage.stack_bytes, became.usage.spill_bytes) == (0, 0), became.usage
+        is_spilt = triton.__version__.startswith("3.6.") and str(candidate) == "sm103-gemm-2-q4_1-bf16"
+        assert (became.usage.stack_bytes, became.usage.spill_bytes) == ((8, 8) if is_spilt else (0, 0)), became.usage
     alike = [arch for arch, other in LIKE.items() if other == candidate.arch]
     assert became.shared_bytes <= min(SHARED_BYTES[arch] for arch in (candidate.arch, *alike))
     program = candidate.program()
