@@ -59,8 +59,8 @@ def find_model(name: str) -> Path:
             files = (Path(str(file.locate())) for file in importlib.metadata.files(DEMO_PACKAGE) or [])
             if found := next((file for file in files if file.suffix == ".gguf" and file.is_file()), None):
                 return found
-        what = f"package {DEMO_PACKAGE}"
-        raise q4.CheckpointError("model", name=what, rule="installed", value="not installed", hint=_HOW_TO_GET)
+        what = f"model {DEMO_NAME!r} is in the package {DEMO_PACKAGE}, which is not installed"
+        raise q4.CheckpointError(what, hint=_HOW_TO_GET)
     if path.is_dir():
         raise q4.CheckpointError("model is a folder without config.json", where=name, hint=_HOW_TO_MAKE)
     rule = f"a model file, or {DEMO_NAME!r}"
