@@ -3,6 +3,7 @@
 Texts go in and vectors come out: each way cuts texts into tokens by the same tokenizer, and pools. All ways take turns
 in one process, with as many threads, and a pause between two lets the other's threads park. Sentences have 8 to 128
 tokens. ONNX Runtime's model is exported by torch, in float32 and quantised to int8 by its own ``quantize_dynamic``.
+``Q4_CPU_ISA=avx2`` limits q4core alone: ONNX Runtime has no such option.
 """
 
 from __future__ import annotations

@@ -38,7 +38,22 @@ TITLES = {
         "python -m benchmarks transformers --generate gemma3",
         "huggingface.md",
     ),
+    "transformers-generate-smollm2-avx2": (
+        "SmolLM2 inside transformers, AVX2",
+        "Q4_CPU_ISA=avx2 python -m benchmarks transformers --generate smollm2",
+        "huggingface.md",
+    ),
+    "transformers-generate-gemma3-avx2": (
+        "Gemma 3 270M inside transformers, AVX2",
+        "Q4_CPU_ISA=avx2 python -m benchmarks transformers --generate gemma3",
+        "huggingface.md",
+    ),
     "contexts-avx512": ("Long contexts, SmolLM2", "python -m benchmarks contexts", "models-from-files.md"),
+    "contexts-avx2": (
+        "Long contexts, SmolLM2, AVX2",
+        "Q4_CPU_ISA=avx2 python -m benchmarks contexts",
+        "models-from-files.md",
+    ),
     "batches-avx512": ("Several sequences at once, SmolLM2", "python -m benchmarks batches", "models-from-files.md"),
     "batches-avx2": (
         "Several sequences at once, SmolLM2, AVX2",
@@ -53,6 +68,11 @@ TITLES = {
     "precision": ("What a precision costs", "python -m benchmarks precision", "precision.md"),
     "embeddings": ("Sentence embeddings in four bits", "python -m benchmarks embeddings", "models-from-files.md"),
     "encoders-avx512": ("MiniLM in four bits", "python -m benchmarks encoders", "models-from-files.md"),
+    "encoders-avx2": (
+        "MiniLM in four bits, AVX2",
+        "Q4_CPU_ISA=avx2 python -m benchmarks encoders",
+        "models-from-files.md",
+    ),
     "vllm": ("Served by vLLM: right tokens", "nox -s vllm", "serve.md"),
     "vllm-speed-avx512": ("Served by vLLM: speed", "python -m benchmarks.serving", "serve.md"),
     "gpu-nvidia-h100-80gb-hbm3": ("An NVIDIA H100", "nox -s gpu", "gpu.md"),

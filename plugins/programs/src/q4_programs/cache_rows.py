@@ -30,7 +30,7 @@ def make_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
     """
     count = math.prod(shape)
     if torch.device(device).type == "cpu" and count * dtype.itemsize >= _LEAST_HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them, or too little memory, of which torch tells
+        with contextlib.suppress(OSError):  # a kernel without them, or too little memory: the error is torch's
             memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(memory, dtype=dtype).view(*shape)
