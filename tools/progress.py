@@ -52,7 +52,7 @@ def run_command(
     steps = 0
     environment = {**os.environ, **(variables or {})}
     with subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
         for line in _lines(process):
             if line is not None:
@@ -74,9 +74,11 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str | None]:
     heard: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
-        for line in process.stdout or ():
-            heard.put(line)
-        heard.put(None)
+        try:
+            for line in process.stdout or ():
+                heard.put(line)
+        finally:
+            heard.put(None)
 
     threading.Thread(target=read, daemon=True).start()
     while True:

@@ -189,10 +189,11 @@ void pack_tile(const q4_matrix& m, const Layout& at, const q4_source& s, int64_t
         const int set = static_cast<int>(b % at.sets);
         uint8_t *scale = group + at.scale_offset(set, 0), *to = group + at.second_offset(set, 0);
         pack_numbers(s.scale + first * s.scale_row + b * s.scale_block, s.scale_row, rows, at.scale_size, scale);
+        if (m.second == Q4_NONE) continue;
         const uint8_t* second = s.second + first * s.second_row + b * s.second_block;
-        if (m.second != Q4_NONE && at.second_size)
+        if (at.second_size)
             pack_numbers(second, s.second_row, rows, at.second_size, to);
-        else if (m.second != Q4_NONE)
+        else
             for (int r = 0; r < rows; ++r) to[r] = static_cast<uint8_t>((to[r] & 15) | second[r * s.second_row] << 4);
     }
     const int64_t stride = at.chunks * at.chunk_bytes / 64;

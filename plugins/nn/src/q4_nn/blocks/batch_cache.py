@@ -9,7 +9,6 @@ import torch
 
 from q4_nn.blocks.rows import RowPlaces
 from q4_programs import Op
-from q4_programs.cache_rows import make_rows
 from q4core import InputError
 
 if TYPE_CHECKING:
@@ -35,7 +34,8 @@ class BatchCache:
     """
 
     def __init__(self, layers: int, heads: int, head_dim: int, capacity: int, batch: int) -> None:
-        self.entries = make_rows((2, layers, batch * capacity, heads * head_dim), torch.float32, "cpu")
+        # No row is read before it is written, and what is not written takes no memory. Huge pages would.
+        self.entries = torch.empty((2, layers, batch * capacity, heads * head_dim))
         self.heads, self.capacity, self.batch = heads, capacity, batch
         self.lengths = [0] * batch
         """How many positions each sequence has."""
