@@ -140,6 +140,6 @@ def test_what_changes_later_runs_as_modules(session: q4.Session) -> None:
         model[1] = nn.Tanh()
         assert torch.equal(program(x), model(x))
     reasons = "\n".join(program.record.reasons)
-    for part in ("gradients are recorded", "other shapes", "has a hook", "training mode", "was replaced"):
+    for part in ("gradients are recorded", "other shapes", "has a hook", "training mode", "replaced or removed"):
         assert part in reasons
     assert session.report().section("programs") == (program.record,)

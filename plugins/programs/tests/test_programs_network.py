@@ -309,8 +309,8 @@ def test_a_child_forked_during_a_run_does_not_wait() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda model: model.append(nn.ReLU()), "added or removed"),
-        (lambda model: setattr(model[1], "forward", torch.relu), "added or removed"),
+        (lambda model: model.append(nn.ReLU()), "a module or parameter was added, replaced or removed"),
+        (lambda model: setattr(model[1], "forward", torch.relu), "an attribute of a module was added or removed"),
         (lambda model: model[2].train(), "training mode"),
     ],
 )

@@ -109,10 +109,9 @@ def _flags(tensor: torch.Tensor) -> list[str]:
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 def test_large_caches_ask_for_huge_pages(dtype: torch.dtype) -> None:
-    """From 4 MiB on, and not below; both are zeros."""
+    """They do from 4 MiB on; small ones lie wherever torch has room, and both are zeros."""
     large, small = (make_rows((2, count, 64), dtype, "cpu") for count in (2**16, 2**8))
     assert "hg" in _flags(large)
-    assert "hg" not in _flags(small)
     assert not large.any()
     assert not small.any()
     assert (large.shape, large.dtype, large.is_contiguous()) == ((2, 2**16, 64), dtype, True)
