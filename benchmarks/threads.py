@@ -42,7 +42,8 @@ QUIET = 0.2
 class _Matrix(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "columns", "block", "super_blocks")),
-        *((name, ctypes.c_int32) for name in ("bits", "scale_type", "second", "second_type", "is_unsigned")),
+        *((name, ctypes.c_int32) for name in ("bits", "held_bits", "first", "scale_type", "second", "second_type")),
+        ("is_unsigned", ctypes.c_int32),
         ("codebook", ctypes.c_float * 16),
         ("level", ctypes.c_uint8 * 16),
         ("center", ctypes.c_float),
@@ -88,6 +89,9 @@ class _Call(ctypes.Structure):
         ("family", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("outlier_rows", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("factor", ctypes.c_void_p),
+        ("factor_type", ctypes.c_int32),
     )
 
 
@@ -110,7 +114,7 @@ class _Layer:
     def __init__(self, library: Any, rows: int, columns: int) -> None:
         levels = range(16)
         self.matrix = _Matrix(
-            rows, columns, 32, 0, 4, 0, 0, 0, 0, tuple(q - 8.0 for q in levels), tuple(levels), 8.0, 1.0
+            rows, columns, 32, 0, 4, 4, 0, 0, 0, 0, 0, tuple(q - 8.0 for q in levels), tuple(levels), 8.0, 1.0
         )
         library.q4_cpu_prepared_bytes.restype = ctypes.c_int64
         size = library.q4_cpu_prepared_bytes(ctypes.byref(self.matrix))
