@@ -65,3 +65,22 @@ def test_double_quantised_scales_cost_an_eighth() -> None:
     weight = q4.quantize(dense, "nf4", scale_kind=q4.ScaleKind.DOUBLE_QUANT)
     assert weight.scale_kind is q4.ScaleKind.DOUBLE_QUANT
     assert _ratio(weight) <= 1.125
+
+
+def test_large_tiles_start_where_a_huge_page_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 2 MiB on they do, and what is counted is their own size."""
+    made: list[q4.Prepared] = []
+    prepare = CpuNative.prepare
+
+    def spied(self: CpuNative, *arguments: Any) -> q4.Prepared:
+        made.append(prepare(self, *arguments))
+        return made[-1]
+
+    monkeypatch.setattr(CpuNative, "prepare", spied)
+    for rows in (1024, 2048):
+        weight = random_weight("nf4", rows, 2048)
+        layer = layer_on(CpuNative(), weight)
+        tiles = made[-1].tensors[0]
+        assert tiles.nbytes <= layer.diagnostics().prepared_bytes < tiles.nbytes + (1 << 20)
+        assert tiles.data_ptr() % (2 << 20) == 0 or rows == 1024
+        assert torch.equal(CpuNative().export(made[-1]).qdata, weight.qdata)

@@ -45,6 +45,7 @@ __all__ = ["CpuNative"]
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXACT, _A8, _A16 = 0, 1, 2
 _NAMES = {_EXACT: "exact", _A8: "w4a8", _A16: "w4i16"}
+_HUGE_PAGE = 2 << 20
 # Where both products take as long, on AVX2 and AVX-512 alike: benchmarks/results/spikes.json.
 _MOST_ONES_OF_ONE_ROW, _MOST_ONES = 0.3, 0.18
 _LEVELS = frozenset({"nested_scale", "nested_offset"})
@@ -137,7 +138,7 @@ class CpuNative:
         del request
         meta = TileMeta.of(weight)
         matrix = matrix_of(meta)
-        tiles = context.empty((matrix.prepared_bytes,), torch.uint8)
+        tiles = _room(context, matrix.prepared_bytes)
         arguments, sources = source_arguments(weight.with_plain_scale() if meta.is_resolved else weight, meta)
         matrix.pack(*arguments, tiles.data_ptr(), torch.get_num_threads())
         del sources
@@ -274,6 +275,17 @@ class CpuNative:
 def _global_scale(prepared: Prepared) -> torch.Tensor:
     given: torch.Tensor = prepared.tensors[prepared.meta.call.place]
     return given if given.dtype is torch.float32 else given.to(torch.float32)
+
+
+def _room(context: PrepareContext, size: int) -> torch.Tensor:
+    """Return room for tiles, uint8 [size], which starts where a huge page may: packing asks the system for those.
+
+    What is left before the start is never written, so that it takes addresses and no memory.
+    """
+    if size < _HUGE_PAGE:
+        return context.empty((size,), torch.uint8)
+    room = context.empty((size + _HUGE_PAGE - 1,), torch.uint8)
+    return room.narrow(0, -room.data_ptr() % _HUGE_PAGE, size)
 
 
 def _packed(codes: torch.Tensor, packing: Packing) -> torch.Tensor:
