@@ -176,7 +176,8 @@ def bench(session: nox.Session) -> None:
     """
     isa = os.environ.get("Q4_CPU_ISA", "")
     install_group(session, "bench", environment="peerenv", **ggml_build())
-    measured = (SMOLLM2, MINILM, *GEMMA3, "ik-llama-cpp-python", "norse", "spikingjelly")
+    engines = ("ik-llama-cpp-python", "openvino", "openvino-genai", "openvino-tokenizers")
+    measured = (SMOLLM2, MINILM, *GEMMA3, *engines, "norse", "spikingjelly")
     install(session, "measured", "--no-deps", *measured, environment="peerenv")
     variables = {}
     if isa == "avx2":

@@ -1,7 +1,8 @@
 """Command that runs every benchmark, or those named, with options last.
 
 There are: ``python -m benchmarks [overhead] [cpu] [generate] [contexts] [opening] [threads] [memory] [precision]
-[certify] [waiting] [embeddings] [encoders] [batches] [actors] [scaling] [microcircuit] [spikes] [snn] [transformers]``.
+[certify] [waiting] [busy] [embeddings] [encoders] [batches] [actors] [scaling] [microcircuit] [spikes] [snn]
+[transformers]``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from benchmarks import (
     actors,
     batches,
+    busy,
     certify,
     contexts,
     cpu,
@@ -45,6 +47,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "precision": precision.main,
     "certify": certify.main,
     "waiting": waiting.main,
+    "busy": busy.main,
     "embeddings": embeddings.main,
     "encoders": encoders.main,
     "batches": batches.main,

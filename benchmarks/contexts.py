@@ -47,7 +47,7 @@ OURS: dict[str, tuple[str, torch.dtype | None]] = {
 _PARK_SECONDS = 0.02
 
 
-def _ours(
+def ours(
     model: LanguageModel, cache_dtype: torch.dtype | None, prompt: Sequence[int], steps: int
 ) -> tuple[Callable[[int], Run], float]:
     """Return what runs a model of ours once, and its cache's bytes as a share of those of its numbers."""
@@ -102,7 +102,7 @@ def measure(contexts: Sequence[int], steps: int, rounds: int, path: Path) -> dic
         prompt = next(iter(models.values())).tokenizer.encode(TEXT * count)[:count]
         runs, shares = {}, {}
         for name, (precision, cache_dtype) in OURS.items():
-            runs[name], shares[name] = _ours(models[precision], cache_dtype, prompt, steps)
+            runs[name], shares[name] = ours(models[precision], cache_dtype, prompt, steps)
         try:
             llama = LlamaModel(path, context, batch=min(BATCH, context), has_flash_attention=True)
         except ImportError:

@@ -37,7 +37,7 @@ from q4_lm import Generation, LanguageModel
 from q4_lm.commands.generate import find_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Self
 
@@ -285,7 +285,7 @@ def measure_generate(rounds: int, model: str) -> dict[str, Any]:
     texts = {ENGINE: [*Generation(own.decoder, prompt, max_tokens=generate.STEPS + 1)]}
     for way, programs in ((PROGRAMS, True), (MODULES, False)):
         found, _ = ours.load(path, ours.Q4Config(programs=programs, cache="off"))
-        runs[way] = functools.partial(_generate, found, prompt)
+        runs[way] = generator(found, prompt)
         texts[way] = _new_tokens(found, prompt)
     assert texts[ENGINE] == texts[PROGRAMS] == texts[MODULES], texts
     with contextlib.suppress(ImportError):
@@ -305,12 +305,17 @@ def _new_tokens(model: Any, prompt: Sequence[int], streamer: Any = None) -> list
     return list(found[0, len(prompt) :].tolist())
 
 
-def _generate(model: Any, prompt: Sequence[int], threads: int) -> generate.Run:
-    torch.set_num_threads(threads)
-    clock = _Clock()
-    started = time.perf_counter()
-    _new_tokens(model, prompt, clock)
-    return clock.times[1] - started, clock.times[-1] - clock.times[1]
+def generator(model: Any, prompt: Sequence[int]) -> Callable[[int], generate.Run]:
+    """Return what generates once by transformers with a number of threads."""
+
+    def run(threads: int) -> generate.Run:
+        torch.set_num_threads(threads)
+        clock = _Clock()
+        started = time.perf_counter()
+        _new_tokens(model, prompt, clock)
+        return clock.times[1] - started, clock.times[-1] - clock.times[1]
+
+    return run
 
 
 class _Clock:

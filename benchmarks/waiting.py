@@ -1,8 +1,8 @@
 """``q4 generate`` with threads that wait as torch's OpenMP has them by default, and passively, as ``q4`` sets it.
 
 Each run is a process of its own. The two ways take turns, in pairs whose order alternates, on the machine as it is
-and with one spinning process per core. Then runs of one thread alone take turns with runs of all threads next to one
-spinning process. The load averages show the other load of the machine.
+and with one spinning process per core. The load averages show the other load of the machine.
+``busy`` has one busy core.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import record, verdict
+from benchmarks import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,8 +28,6 @@ WAYS = {
 """How the command is started: without what its process sets beforehand, and with it."""
 PROMPT = "Why is the sky blue?"
 LIMIT_S = 300
-LEAST_WITH_ONE_BUSY_CORE = 0.8
-"""Target: the rate with one busy core, over that of one thread on a calm machine."""
 
 
 def _rate(way: str, model: str, tokens: int, **variables: str) -> float:
@@ -42,31 +40,13 @@ def _rate(way: str, model: str, tokens: int, **variables: str) -> float:
 
 
 @contextlib.contextmanager
-def _burners(count: int) -> Iterator[None]:
+def burners(count: int) -> Iterator[None]:
     """Keep cores busy."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             process = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))  # no input
             stack.callback(process.kill)
         yield
-
-
-def _with_one_busy_core(model: str, tokens: int, pairs: int) -> dict[str, Any]:
-    """Return the rates of one thread alone, of all threads with one busy core, and their ratios."""
-    alone, crowded = [], []
-    for pair in range(pairs):
-        for is_crowded in sorted((False, True), reverse=pair % 2 == 1):
-            if is_crowded:
-                with _burners(1):
-                    crowded.append(_rate("passive", model, tokens))
-            else:
-                alone.append(_rate("passive", model, tokens, OMP_NUM_THREADS="1"))
-    ratios = [busy / calm for busy, calm in zip(crowded, alone, strict=True)]
-    return {
-        "one thread alone": record.summary(alone),
-        "with one busy core": record.summary(crowded),
-        "ratio": record.summary(ratios),
-    }
 
 
 def main(options: Sequence[str] = ()) -> None:
@@ -84,7 +64,7 @@ def main(options: Sequence[str] = ()) -> None:
     for scene, count in (("without burners", 0), ("with burners", cores)):
         rates: dict[str, list[float]] = {way: [] for way in WAYS}
         loads = []
-        with _burners(count):
+        with burners(count):
             for pair in range(asked.pairs):
                 loads.append(round(os.getloadavg()[0], 2))
                 for way in sorted(WAYS, reverse=pair % 2 == 1):
@@ -94,13 +74,8 @@ def main(options: Sequence[str] = ()) -> None:
         scenes[scene] |= {"passive_over_default": record.summary(ratios), "load_averages": loads}
         medians = (f"{way} {statistics.median(values):6.2f} tokens/s" for way, values in rates.items())
         print(f"{scene:<16}", *medians, f"passive/default {statistics.median(ratios):.2f}")
-    one = _with_one_busy_core(asked.model, asked.tokens, asked.pairs)
-    target, against = "decode with one busy core", "one thread alone"
-    judged = verdict.Verdict(target, asked.model, one["ratio"]["median"], LEAST_WITH_ONE_BUSY_CORE, against=against)
-    for line in verdict.lines([judged]):
-        print(line)
     facts = {"unit": "tokens/s", "model": asked.model, "tokens": asked.tokens, "burners": cores}
-    facts |= {"scenes": scenes, "one_busy_core": one, "verdicts": [judged.to_json()]}
+    facts |= {"scenes": scenes}
     folder = record.BUILD if asked.quick else record.RESULTS
     print(f"written: {record.write('waiting', facts, folder=folder)}")
 

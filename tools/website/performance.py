@@ -27,7 +27,17 @@ TITLES = {
         "Q4_CPU_ISA=avx2 python -m benchmarks generate --model gemma3",
         "models-from-files.md",
     ),
+    "generate-gemma3-avx512": (
+        "A whole language model, Gemma 3 270M",
+        "python -m benchmarks generate --model gemma3",
+        "models-from-files.md",
+    ),
     "generate-avx512": ("A whole language model, SmolLM2", "python -m benchmarks generate", "precision.md"),
+    "generate-avx2": (
+        "A whole language model, SmolLM2, AVX2",
+        "Q4_CPU_ISA=avx2 python -m benchmarks generate",
+        "precision.md",
+    ),
     "transformers-generate-smollm2-avx512": (
         "SmolLM2 inside transformers",
         "python -m benchmarks transformers --generate smollm2",
@@ -65,6 +75,8 @@ TITLES = {
     "overhead-xeon-2.5ghz": ("What q4core adds to a call, on an older Xeon", "python -m benchmarks overhead", ""),
     "threads": ("Threads next to torch's", "python -m benchmarks threads", ""),
     "waiting": ("A machine with busy cores", "python -m benchmarks waiting", "cli.md"),
+    "busy-avx512": ("With one busy core", "python -m benchmarks busy", "cli.md"),
+    "busy-avx2": ("With one busy core, AVX2", "Q4_CPU_ISA=avx2 python -m benchmarks busy", "cli.md"),
     "precision": ("What a precision costs", "python -m benchmarks precision", "precision.md"),
     "embeddings": ("Sentence embeddings in four bits", "python -m benchmarks embeddings", "models-from-files.md"),
     "encoders-avx512": ("MiniLM in four bits", "python -m benchmarks encoders", "models-from-files.md"),
