@@ -27,9 +27,7 @@ thread_local std::vector<Pass> t_plan;
 thread_local std::vector<int64_t> t_rows, t_again;
 thread_local std::vector<uint8_t> t_odd;
 
-// Bits of 2^90: products of larger numbers might pass float32's end before they are scaled. Rows with such are computed
-// exactly, divided by a power of two and multiplied by it at the end.
-constexpr int32_t kHuge = 217 << 23, kInfinity = 0x7f800000;
+constexpr int32_t kInfinity = 0x7f800000;
 constexpr float kShrink = 18446744073709551616.0f;  // 2^64
 
 // Take the outliers out of 32 numbers, from in-feature `first` on; returns the bits of the largest magnitude that remains.
@@ -83,6 +81,7 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
     const ChunkOrder arrange = is_a16 && pass.direct && pass.rows == 1 ? kernels.single_order(m) : nullptr;
     const float peak = word_peak(m);
     const int32_t center = static_cast<int32_t>(m.center) - (is_held_short(m) ? m.first : is_signed ? 128 : 0);
+    const bool is_plain = c.family == Q4_A8 && c.x_type == Q4_F32 && !c.inputs.order && !c.inputs.factor && kernels.quantize_run;
     alignas(64) float buffer[kChunk];
     alignas(64) uint8_t tail[kChunk * 4];
     for (int r = 0; r < pass.rows; ++r) {
@@ -91,6 +90,13 @@ void lay_out(const q4_matrix& m, const Layout& at, const q4_call& c, const Kerne
         const int64_t row = pass.first + r, most_outliers = Rows::most_outliers(at);
         int64_t outliers = 0;
         for (int64_t chunk = 0; chunk < at.chunks; ++chunk) {
+            if (is_plain) {
+                const int64_t place = pass.first * at.chunks + chunk * pass.rows + r;
+                chunk += kernels.quantize_run(reinterpret_cast<const float*>(x) + chunk * kChunk, m.columns / kChunk - chunk,
+                                              {to.levels + place * kChunk, to.scale + place, to.start + 2 * place, to.side + 2 * place,
+                                               pass.rows, center, at.sets == 2, m.second == Q4_OFFSET});
+                if (chunk == at.chunks) break;
+            }
             const int64_t k = chunk * kChunk, here = std::min<int64_t>(kChunk, m.columns - k);
             const int64_t place = pass.first * at.chunks + chunk * pass.rows + r;
             const uint8_t* from = x + k * size;
@@ -148,7 +154,9 @@ Finish finish_of(const q4_matrix& m, const q4_call& c, int64_t tile) {
     f.global = c.global_scale && f.is_global_per_row ? c.global_scale + first : c.global_scale;
     f.divides = c.global_divides != 0;
     f.bias = c.bias ? static_cast<const uint8_t*>(c.bias) + first * size : nullptr;
+    f.growth = kShrink;
     f.y = static_cast<uint8_t*>(c.y) + first * size;
+    f.y_bytes = c.y_stride * size;
     f.type = c.y_type;
     f.count = std::min<int64_t>(kTileRows, m.rows - first);
     return f;
@@ -166,34 +174,44 @@ void Product::lay_out(int64_t first_pass, int64_t last_pass) const {
 }
 
 void Product::tiles(int64_t first, int64_t last, Panel* panel, float* sums) const {
-    const int64_t most_outliers = Rows::most_outliers(at), y_bytes = c.y_stride * size_of(c.y_type);
+    const int64_t most_outliers = Rows::most_outliers(at);
     const OutlierKernel multiply_outliers = kernels.outliers(m);
     Columns* columns = has_panels && rows.outlier_count ? &panel->columns : nullptr;
     if (columns) columns->clear();
     for (int64_t i = 0; columns && i < count; ++i)
         for (int32_t j = 0; j < rows.outlier_count[i] && !odd[i]; ++j) columns->add(rows.outliers[i * most_outliers + j]);
     const ColumnDecoder decode_columns = columns && columns->count ? kernels.columns(m) : nullptr;
-    alignas(64) double outliers[kTileRows];
-    const auto deliver = [&](const Tile& tile, Finish& f, uint8_t* y, int64_t i, const float* from) {
-        const bool has_outliers = rows.has_outliers(i) && !odd[i];
-        if (has_outliers)
-            multiply_outliers(tile, rows.outliers + i * most_outliers, rows.outlier_count[i], columns, outliers);
-        f.outliers = has_outliers ? outliers : nullptr;
-        f.growth = c.family == Q4_EXACT && odd[i] ? kShrink : 1.0f;
-        f.y = y + index[i] * y_bytes;
-        kernels.finish(f, from);
+    alignas(64) double outliers[Finish::kMost * kTileRows];
+    // Sums of the rows from `from` up to `to`.
+    const auto deliver = [&](const Tile& tile, Finish& f, int64_t from, int64_t to, const float* given) {
+        for (int64_t begin = from, end; begin < to; begin = end, given += Finish::kMost * kTileRows) {
+            end = std::min<int64_t>(to, begin + Finish::kMost);
+            f.with_outliers = f.shrunk = 0;
+            for (int64_t i = begin; i < end; ++i) {
+                const uint64_t bit = uint64_t{1} << (i - begin);
+                if (c.family == Q4_EXACT) {
+                    if (odd[i]) f.shrunk |= bit;
+                } else if (rows.has_outliers(i) && !odd[i]) {
+                    f.with_outliers |= bit;
+                    multiply_outliers(tile, rows.outliers + i * most_outliers, rows.outlier_count[i], columns,
+                                      outliers + (i - begin) * kTileRows);
+                }
+            }
+            f.index = index + begin;
+            kernels.finish(f, given, static_cast<int>(end - begin));
+        }
     };
-    const auto direct = [&](const Tile& tile, Finish& f, uint8_t* y) {
+    const auto direct = [&](const Tile& tile, Finish& f) {
         alignas(64) float few[8 * kTileRows];
         for (const Pass* pass = passes; pass < passes + pass_count; ++pass) {
             pass->direct(tile, rows.from(at, *pass, 0), few);
-            for (int r = 0; r < pass->rows; ++r) deliver(tile, f, y, pass->first + r, few + r * kTileRows);
+            deliver(tile, f, pass->first, pass->first + pass->rows, few);
         }
     };
     const PanelDecoder decode = has_panels ? kernels.decoder(m, c.family) : nullptr;
     constexpr int64_t kStretches[] = {kExactPanelChunks, kA8PanelChunks, kA16PanelChunks};
     const int64_t stretch = kStretches[c.family];
-    const auto panelled = [&](const Tile& tile, Finish& f, uint8_t* y) {
+    const auto panelled = [&](const Tile& tile, Finish& f) {
         std::fill(sums, sums + count * kTileRows, 0.0f);
         for (int64_t chunk = 0; chunk < at.chunks; chunk += stretch) {
             const int64_t end = std::min(at.chunks, chunk + stretch);
@@ -202,20 +220,16 @@ void Product::tiles(int64_t first, int64_t last, Panel* panel, float* sums) cons
                 pass->panel(*panel, rows.from(at, *pass, chunk), end - chunk, sums + pass->first * kTileRows);
         }
         if (decode_columns) decode_columns(tile, *columns);
-        constexpr int64_t kRowsAhead = 8;  // rows of y are far apart, and many share a set of the cache
-        for (int64_t r = 0; r < count; ++r) {
-            if (r + kRowsAhead < count) __builtin_prefetch(y + index[r + kRowsAhead] * y_bytes, 1);
-            deliver(tile, f, y, r, sums + r * kTileRows);
-        }
+        deliver(tile, f, 0, count, sums);
     };
     for (int64_t t = first; t < last; ++t) {
         const Tile tile{m, at, c.tiles + t * at.tile_bytes};
         Finish f = finish_of(m, c, t);
-        auto* y = static_cast<uint8_t*>(f.y);
+        f.outliers = outliers;
         if (has_panels)
-            panelled(tile, f, y);
+            panelled(tile, f);
         else
-            direct(tile, f, y);
+            direct(tile, f);
     }
 }
 

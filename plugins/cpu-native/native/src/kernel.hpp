@@ -31,6 +31,10 @@ struct Activations {
 constexpr int32_t kSixteenth = 4 << 23;  // of a float's bits
 constexpr int kMostLarge = 6;
 
+// Bits of 2^90: products of larger numbers might pass float32's end before they are scaled. Rows with such are computed
+// exactly, divided by a power of two and multiplied by it at the end.
+constexpr int32_t kHuge = 217 << 23;
+
 struct Tile {
     const q4_matrix& matrix;
     const Layout& at;
@@ -94,17 +98,23 @@ using DirectKernel = void (*)(const Tile&, const Activations&, float* y);  // y:
 using PanelDecoder = void (*)(const Tile&, int64_t first, int64_t last, Panel&);
 using PanelKernel = void (*)(const Panel&, const Activations&, int64_t chunks, float* y);  // y: [rows][16], added to
 
-// Results of one tile for one row of x on their way to y; the pointers are at the tile's first row.
+// Results of one tile for some rows of x on their way to y; the pointers are at the tile's first row.
 struct Finish {
+    static constexpr int kMost = 64;  // rows of x
     float step;
-    float growth;  // what the row of x was divided by
-    const double* outliers;  // NULL, or their sums: [16]
-    const float* global;  // NULL, one, or one per row
+    float growth;                    // what shrunk rows of x were divided by
+    uint64_t shrunk, with_outliers;  // which rows are, as bits
+    const double* outliers;          // their sums: [rows][16]
+    const float* global;             // NULL, one, or one per row of the tile
     bool is_global_per_row, divides;
     const void* bias;
     void* y;
+    const int64_t* index;  // which rows of y: [rows]; NULL for the first ones
+    int64_t y_bytes;       // of a row
     int32_t type;
     int64_t count;  // rows of the tile that exist
+
+    [[gnu::always_inline]] uint8_t* row(int r) const { return static_cast<uint8_t*>(y) + (index ? index[r] : r) * y_bytes; }
 };
 
 constexpr int64_t kTileKeys = 32;  // keys or values that stay near for all queries
@@ -198,6 +208,17 @@ struct Operations {
     void (*send)(const Sending&, int64_t from, int64_t to, int64_t target);
 };
 
+// Where a row's levels and what belongs to them go, of its chunks `rows` places apart.
+struct Quantized {
+    int8_t* levels;
+    float* scale;
+    int32_t* start;
+    float* side;
+    int64_t rows;
+    int32_t center;
+    bool has_halves, is_scaled;  // a number for each half; times the scale
+};
+
 struct Kernels {
     DirectKernel (*direct)(const q4_matrix&, int32_t family, int rows);  // rows: a power of two up to direct_rows
     PanelDecoder (*decoder)(const q4_matrix&, int32_t family);
@@ -212,7 +233,7 @@ struct Kernels {
     float (*quantize)(const float* x, int32_t most, int8_t* levels, int32_t* sums);
     // The same to int16, of which `peak` is the largest.
     float (*quantize_words)(const float* x, int32_t most, float peak, int8_t* levels, int32_t* sums);
-    void (*finish)(const Finish&, const float* sums);
+    void (*finish)(const Finish&, const float* sums, int rows);  // sums: [rows][16]
     // NULL, or what puts the levels of a chunk, of an even number of rows, in the order that the kernels want.
     void (*pair_rows)(int8_t* levels, int rows) = nullptr;
     const Operations* operations = nullptr;
@@ -222,6 +243,9 @@ struct Kernels {
     ColumnDecoder (*columns)(const q4_matrix&) = nullptr;
     // NULL, or what puts a chunk of int16 levels, of the only row of a direct pass, in its kernel's order.
     ChunkOrder (*single_order)(const q4_matrix&) = nullptr;
+    // NULL, or what quantises chunks of a row of float32 to int8, up to the first one that may have outliers or that integers
+    // can't hold: returns how many.
+    int64_t (*quantize_run)(const float* x, int64_t chunks, const Quantized& to) = nullptr;
 };
 
 // Those of an instruction set that was compiled in, or NULL; see isa.cpp.

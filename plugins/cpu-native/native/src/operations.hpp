@@ -119,7 +119,7 @@ template <class V> void keep(const float* x, int64_t count, int32_t type, uint8_
         for (; c + V::kLanes <= count; c += V::kLanes) V::store_f16(row + 2 * c, V::load(x + c));
         uint8_t rest[2 * V::kLanes];
         if (c == count) return;
-        V::store_f16(rest, partial<V>(x + c, count - c));
+        V::store_f16(rest, V::partial(x + c, count - c));
         std::memcpy(row + 2 * c, rest, static_cast<size_t>(count - c) * 2);
         return;
     }

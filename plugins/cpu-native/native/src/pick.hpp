@@ -214,7 +214,8 @@ template <class V> Kernels make_kernels() {
             find_outliers<V>,
             outlier_kernel<V>,
             column_decoder<V>,
-            single_order<V>};
+            single_order<V>,
+            quantizer_of_runs<V>()};
 }
 
 }  // namespace q4

@@ -108,7 +108,7 @@ void q4_program::multiply_spikes(const q4::Bound& b, const q4_step& step, const 
         each_bit(bits, known, add);
     }
     Finish f{};
-    f.step = f.growth = 1.0f;
+    f.step = 1.0f;
     f.is_global_per_row = s.layer.global_count > 1;
     f.divides = s.layer.global_divides != 0;
     f.type = Q4_F32;
@@ -120,7 +120,7 @@ void q4_program::multiply_spikes(const q4::Bound& b, const q4_step& step, const 
         f.bias = step.input_count == 3 ? row<const float>(step.inputs[2], 0) + before : nullptr;
         f.count = std::min<int64_t>(kTileRows, m.rows - before);
         f.y = row<float>(step.outputs[0], r) + before;
-        kernels_.finish(f, sums);
+        kernels_.finish(f, sums, 1);
     }
 }
 

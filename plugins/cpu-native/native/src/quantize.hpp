@@ -48,6 +48,27 @@ template <class V> float quantize_chunk(const float* x, int32_t most, int8_t* le
     return scale;
 }
 
+// Chunks as a whole, by vectors, where the instruction set has a function for one: three times as fast as a chunk by itself.
+template <class V> int64_t quantize_run(const float* x, int64_t chunks, const Quantized& to) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t place = chunk * to.rows;
+        int32_t sums[2];
+        if (!V::quantize_plain(x + chunk * kChunk, to.levels + place * kChunk, to.scale + place, sums)) return chunk;
+        if (!to.has_halves) sums[0] += sums[1], sums[1] = 0;
+        for (int half = 0; half < 2; ++half) {
+            const auto sum = static_cast<float>(sums[half]);
+            to.start[2 * place + half] = -to.center * sums[half];
+            to.side[2 * place + half] = to.is_scaled ? sum * to.scale[place] : sum;
+        }
+    }
+    return chunks;
+}
+
+template <class V> constexpr auto quantizer_of_runs() -> int64_t (*)(const float*, int64_t, const Quantized&) {
+    if constexpr (V::kHasRuns) return quantize_run<V>;
+    return nullptr;
+}
+
 // Of each eight in-features 0, 2, 4, 6, 1, 3, 5, 7: the order in which a16.hpp's pairs of levels want them.
 template <class V> float quantize_word_chunk(const float* x, int32_t most, float peak, int8_t* levels, int32_t* sums) {
     int32_t whole[kChunk];

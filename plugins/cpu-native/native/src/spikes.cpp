@@ -59,7 +59,7 @@ void run(const q4_matrix& m, const q4_spikes& s, const Kernels& kernels) {
                 const Tile tile{m, at, s.tiles + t * at.tile_bytes};
                 const int64_t before = t * kTileRows;
                 Finish f{};
-                f.step = f.growth = 1.0f;
+                f.step = 1.0f;
                 f.is_global_per_row = s.global_count > 1;
                 f.global = s.global_scale && f.is_global_per_row ? s.global_scale + before : s.global_scale;
                 f.divides = s.global_divides != 0;
@@ -69,7 +69,7 @@ void run(const q4_matrix& m, const q4_spikes& s, const Kernels& kernels) {
                 for (int64_t row = 0; row < last - first; ++row) {
                     kernel(tile, spikes + starts[row], starts[row + 1] - starts[row], sums);
                     f.y = s.y + (first + row) * s.y_stride + before;
-                    kernels.finish(f, sums);
+                    kernels.finish(f, sums, 1);
                 }
             }
         });

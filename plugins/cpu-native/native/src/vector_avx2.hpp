@@ -47,6 +47,18 @@ struct Avx2 {
     static Floats load(const float* from) { return _mm256_loadu_ps(from); }
     static void store(float* to, Floats v) { _mm256_storeu_ps(to, v); }
     static void store(uint8_t* to, Ints v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), v); }
+    // The first lanes of a vector, fewer than all, and 0 behind them; nothing else is read or written.
+    static Floats partial(const float* from, int64_t count) { return _mm256_maskload_ps(from, first_lanes(count)); }
+    static void store_partial(float* to, Floats v, int64_t count) { _mm256_maskstore_ps(to, first_lanes(count), v); }
+    static Floats first_of(Floats v, int64_t count) { return _mm256_and_ps(v, _mm256_castsi256_ps(first_lanes(count))); }
+    static float largest(Floats v) {  // of no NaN
+        __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+    }
+    static Ints first_lanes(int64_t count) {
+        return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    }
     static void store_f16(uint8_t* to, Floats v) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
     }
@@ -70,6 +82,41 @@ struct Avx2 {
             found |= static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(reaches))) << 8 * i;
         }
         return __builtin_popcount(found);
+    }
+    // 32 numbers to int8, and the sums of both halves' levels; false where some may be outliers, or integers can't hold them.
+    static constexpr bool kHasRuns = true;
+    static bool quantize_plain(const float* x, int8_t* levels, float* scale, int32_t* sums) {
+        __m256 value[4];
+        __m256i size[4], peak = _mm256_setzero_si256();
+        for (int i = 0; i < 4; ++i) {
+            value[i] = _mm256_loadu_ps(x + 8 * i);
+            size[i] = _mm256_and_si256(_mm256_castps_si256(value[i]), _mm256_set1_epi32(0x7fffffff));
+            peak = _mm256_max_epi32(peak, size[i]);
+        }
+        __m128i four = _mm_max_epi32(_mm256_castsi256_si128(peak), _mm256_extracti128_si256(peak, 1));
+        four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+        const int32_t most = _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+        uint32_t large = 0;
+        for (int i = 0; i < 4; ++i) {
+            const __m256i reaches = _mm256_cmpgt_epi32(size[i], _mm256_set1_epi32(most - kSixteenth - 1));
+            large |= static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(reaches))) << 8 * i;
+        }
+        float amax;
+        __builtin_memcpy(&amax, &most, 4);
+        *scale = amax / 127.0f;
+        if (__builtin_popcount(large) <= kMostLarge || most > kHuge || !(*scale >= 1.1754944e-38f)) return false;
+        const __m256 divisor = _mm256_set1_ps(*scale);
+        __m256i whole[4];
+        for (int i = 0; i < 4; ++i) whole[i] = _mm256_cvtps_epi32(_mm256_div_ps(value[i], divisor));
+        const __m256i words = _mm256_add_epi32(whole[0], whole[1]), others = _mm256_add_epi32(whole[2], whole[3]);
+        const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(levels),
+                            _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+        __m256i sum = _mm256_hadd_epi32(words, others);
+        sum = _mm256_hadd_epi32(sum, sum);
+        const __m128i both = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
+        sums[0] = _mm_cvtsi128_si32(both), sums[1] = _mm_extract_epi32(both, 1);
+        return true;
     }
     static Ints line(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
     static Ints shifted(Ints v, int bits) { return _mm256_srl_epi32(v, _mm_cvtsi32_si128(bits)); }

@@ -44,6 +44,12 @@ struct Avx512 {
     static Floats load(const float* from) { return _mm512_loadu_ps(from); }
     static void store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
     static void store(uint8_t* to, Ints v) { _mm512_storeu_si512(to, v); }
+    // The first lanes of a vector, fewer than all, and 0 behind them; nothing else is read or written.
+    static Floats partial(const float* from, int64_t count) { return _mm512_maskz_loadu_ps(first_lanes(count), from); }
+    static void store_partial(float* to, Floats v, int64_t count) { _mm512_mask_storeu_ps(to, first_lanes(count), v); }
+    static Floats first_of(Floats v, int64_t count) { return _mm512_maskz_mov_ps(first_lanes(count), v); }
+    static float largest(Floats v) { return _mm512_reduce_max_ps(v); }  // of no NaN
+    static __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
     static void store_f16(uint8_t* to, Floats v) {
         const __m256i narrow = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow);
@@ -63,6 +69,29 @@ struct Avx512 {
             found |= uint32_t{_mm512_cmpge_epi32_mask(magnitude, _mm512_set1_epi32(least))} << 16 * i;
         }
         return __builtin_popcount(found);
+    }
+    // 32 numbers to int8, and the sums of both halves' levels; false where some may be outliers, or integers can't hold them.
+    static constexpr bool kHasRuns = true;
+    static bool quantize_plain(const float* x, int8_t* levels, float* scale, int32_t* sums) {
+        const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
+        const __m512i sign = _mm512_set1_epi32(0x7fffffff);
+        const __m512i a = _mm512_and_si512(_mm512_castps_si512(low), sign), b = _mm512_and_si512(_mm512_castps_si512(high), sign);
+        const int32_t most = _mm512_reduce_max_epi32(_mm512_max_epi32(a, b));
+        const __m512i least = _mm512_set1_epi32(most - kSixteenth);
+        const uint32_t large = uint32_t{_mm512_cmpge_epi32_mask(a, least)} | uint32_t{_mm512_cmpge_epi32_mask(b, least)} << 16;
+        float amax;
+        __builtin_memcpy(&amax, &most, 4);
+        *scale = amax / 127.0f;
+        if (__builtin_popcount(large) <= kMostLarge || most > kHuge || !(*scale >= 1.1754944e-38f)) return false;
+        const __m512 divisor = _mm512_set1_ps(*scale);
+        const __m128i first = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_div_ps(low, divisor)));
+        const __m128i last = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_div_ps(high, divisor)));
+        const __m256i both = _mm256_set_m128i(last, first);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(levels), both);
+        __m256i sum = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), both);
+        sum = _mm256_hadd_epi32(sum, sum), sum = _mm256_hadd_epi32(sum, sum);
+        sums[0] = _mm256_extract_epi32(sum, 0), sums[1] = _mm256_extract_epi32(sum, 4);
+        return true;
     }
     static Ints line(const uint8_t* p) { return _mm512_loadu_si512(p); }
     static Ints shifted(Ints v, int bits) { return _mm512_srl_epi32(v, _mm_cvtsi32_si128(bits)); }

@@ -45,6 +45,23 @@ struct NeonDotprod {
     static Floats load(const float* from) { return vld1q_f32(from); }
     static void store(float* to, Floats v) { vst1q_f32(to, v); }
     static void store(uint8_t* to, Ints v) { vst1q_u8(to, v); }
+    // The first lanes of a vector, fewer than all, and 0 behind them; nothing else is read or written.
+    static Floats partial(const float* from, int64_t count) {
+        float lanes[kLanes] = {};
+        __builtin_memcpy(lanes, from, static_cast<size_t>(count) * 4);
+        return load(lanes);
+    }
+    static Floats first_of(Floats v, int64_t count) {
+        float lanes[kLanes];
+        store(lanes, v);
+        return partial(lanes, count);
+    }
+    static float largest(Floats v) { return vmaxvq_f32(v); }  // of no NaN
+    static void store_partial(float* to, Floats v, int64_t count) {
+        float lanes[kLanes];
+        store(lanes, v);
+        __builtin_memcpy(to, lanes, static_cast<size_t>(count) * 4);
+    }
     static void store_f16(uint8_t* to, Floats v) {
         vst1_u8(to, vreinterpret_u8_f16(vcvt_f16_f32(v)));
     }
@@ -63,6 +80,7 @@ struct NeonDotprod {
         }
         return static_cast<int>(vaddvq_u32(found));
     }
+    static constexpr bool kHasRuns = false;
     static Ints line(const uint8_t* p) { return vld1q_u8(p); }
     static Ints shifted(Ints v, int bits) {
         return vreinterpretq_u8_u32(vshlq_u32(vreinterpretq_u32_u8(v), vdupq_n_s32(-bits)));
