@@ -232,9 +232,12 @@ template <class V> Q4_INLINE void weigh(const Turn& t, float scale) {
     using F = typename V::Floats;
     float* scores = t.scores + t.first;
     const int64_t count = t.end - t.first;
-    map<V>(count, scores, [&](F v) { return V::mul(v, V::splat(scale)); }, scores);
-    t.state[0] = largest_of<V>(scores, count);
-    t.state[1] = soften<V>(scores, scores, count, base_of(t.state[0]));
+    if (!(scale > 0.0f)) {
+        map<V>(count, scores, [&](F v) { return V::mul(v, V::splat(scale)); }, scores);
+        scale = 1.0f;
+    }
+    t.state[0] = scale * largest_of<V>(scores, count);  // rounding keeps the order
+    t.state[1] = soften<V>(scores, scores, count, base_of(t.state[0]), [&](F v) { return V::rounded(V::mul(v, V::splat(scale))); });
 }
 
 template <class V> Q4_INLINE float exp_of(float x) {

@@ -38,13 +38,13 @@ template <class V> Q4_INLINE float largest_of(const float* x, int64_t count) {  
     return peak;
 }
 
-// exp(x - peak) to y: returns their sum.
-template <class V> Q4_INLINE float soften(const float* x, float* y, int64_t count, float peak) {
+// exp(make(x) - peak) to y: returns their sum.
+template <class V, class Make> Q4_INLINE float soften(const float* x, float* y, int64_t count, float peak, const Make& make) {
     using F = typename V::Floats;
     const F top = V::splat(peak);
     F sum[4] = {V::zero(), V::zero(), V::zero(), V::zero()};  // as gather adds up
     const auto step = [&](int64_t j, int chain) __attribute__((always_inline)) {
-        const F value = Math<V>::exp(V::sub(V::load(x + j), top));
+        const F value = Math<V>::exp(V::sub(make(V::load(x + j)), top));
         V::store(y + j, value);
         sum[chain] = V::add(sum[chain], value);
     };
@@ -55,7 +55,7 @@ template <class V> Q4_INLINE float soften(const float* x, float* y, int64_t coun
     }
     for (; j + V::kLanes <= count; j += V::kLanes) step(j, 0);
     if (j < count) {
-        const F value = V::first_of(Math<V>::exp(V::sub(V::partial(x + j, count - j), top)), count - j);
+        const F value = V::first_of(Math<V>::exp(V::sub(make(V::partial(x + j, count - j)), top)), count - j);
         V::store_partial(y + j, value, count - j);
         sum[1] = V::add(sum[1], value);
     }

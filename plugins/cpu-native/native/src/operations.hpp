@@ -67,7 +67,7 @@ template <class V> void affine(const float* x, float factor, float addend, float
 
 template <class V> void softmax(const float* x, float* y, int64_t count) {
     using F = typename V::Floats;
-    const F sum = V::splat(soften<V>(x, y, count, largest_of<V>(x, count)));
+    const F sum = V::splat(soften<V>(x, y, count, largest_of<V>(x, count), [](F v) { return v; }));
     map<V>(count, y, [&](F v) { return V::div(v, sum); }, y);
 }
 

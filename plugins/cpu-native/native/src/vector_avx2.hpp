@@ -50,6 +50,10 @@ struct Avx2 {
     // The first lanes of a vector, fewer than all, and 0 behind them; nothing else is read or written.
     static Floats partial(const float* from, int64_t count) { return _mm256_maskload_ps(from, first_lanes(count)); }
     static void store_partial(float* to, Floats v, int64_t count) { _mm256_maskstore_ps(to, first_lanes(count), v); }
+    static Floats most(Floats a, Floats b) { return _mm256_max_ps(a, b); }    // b where either is NaN
+    static Floats least(Floats a, Floats b) { return _mm256_min_ps(a, b); }  // b where either is NaN
+    static constexpr bool kHasPower = false;
+    static Floats reciprocal(Floats v) { return div(splat(1.0f), v); }
     static Floats first_of(Floats v, int64_t count) { return _mm256_and_ps(v, _mm256_castsi256_ps(first_lanes(count))); }
     static float largest(Floats v) {  // of no NaN
         __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

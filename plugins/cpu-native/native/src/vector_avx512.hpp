@@ -47,6 +47,14 @@ struct Avx512 {
     // The first lanes of a vector, fewer than all, and 0 behind them; nothing else is read or written.
     static Floats partial(const float* from, int64_t count) { return _mm512_maskz_loadu_ps(first_lanes(count), from); }
     static void store_partial(float* to, Floats v, int64_t count) { _mm512_mask_storeu_ps(to, first_lanes(count), v); }
+    static Floats most(Floats a, Floats b) { return _mm512_max_ps(a, b); }    // b where either is NaN
+    static Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }  // b where either is NaN
+    static constexpr bool kHasPower = true;
+    static Floats power(Floats v, Floats n) { return _mm512_scalef_ps(v, n); }  // v · 2^n
+    static Floats reciprocal(Floats v) {  // of normal numbers, within a unit in the last place
+        const __m512 near = _mm512_rcp14_ps(v);
+        return _mm512_fmadd_ps(near, _mm512_fnmadd_ps(v, near, _mm512_set1_ps(1.0f)), near);
+    }
     static Floats first_of(Floats v, int64_t count) { return _mm512_maskz_mov_ps(first_lanes(count), v); }
     static float largest(Floats v) { return _mm512_reduce_max_ps(v); }  // of no NaN
     static __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }

@@ -51,6 +51,10 @@ struct NeonDotprod {
         __builtin_memcpy(lanes, from, static_cast<size_t>(count) * 4);
         return load(lanes);
     }
+    static Floats most(Floats a, Floats b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }   // b where either is NaN
+    static Floats least(Floats a, Floats b) { return vbslq_f32(vcltq_f32(a, b), a, b); }  // b where either is NaN
+    static constexpr bool kHasPower = false;
+    static Floats reciprocal(Floats v) { return div(splat(1.0f), v); }
     static Floats first_of(Floats v, int64_t count) {
         float lanes[kLanes];
         store(lanes, v);
