@@ -96,7 +96,7 @@ class BoundProgram:
             layer = layers[step.layer] if step.op is Op.LINEAR and step.layer is not None else None
             if isinstance(layer, LayerHandle):
                 uses.append((number, layer, step.inputs[0].rows // most))
-        self._counts = functools.lru_cache(maxsize=8)(  # number of tokens → counter and segment of each layer
+        self._counts = functools.lru_cache(maxsize=1024)(  # number of tokens → counter and segment of each layer
             lambda count: [(layer.calls, layer.segment_index(rows * count) or 0) for _, layer, rows in uses]
         )
 

@@ -23,6 +23,7 @@ _ROWS = 256
 """Tokens of a run where no sequence is longer: enough for products to be fast, few enough to stay in a cache."""
 _LEAST_SQUARE = 1e-24
 """torch's normalize divides by 1e-12 at least."""
+_FIRST, _LAST = torch.tensor([0, 1]), torch.tensor([-1, 0])
 POOLED = frozenset({"cls", "mean", "lasttoken"})
 """Modes of pooling that are operations of a program."""
 
@@ -127,11 +128,11 @@ class EncodingProgram:
                 self._types[:count].zero_()
             else:
                 self._types[:count].copy_(types)
-            first, last = self._places.fill(torch.tensor(lengths))
+            ends = self._places.fill(torch.tensor(lengths))
             for spans, mode in zip(self._pools, self._pooling, strict=False):  # of no pooling there is one, unused
-                spans[rows:count, 0], spans[rows:count, 1] = 0, 1
-                spans[:rows, 0].copy_(last - 1 if mode == "lasttoken" else first)
-                spans[:rows, 1].copy_(first + 1 if mode == "cls" else last)
+                spans[rows:count].copy_(_FIRST)
+                one = ends[:, :1] + _FIRST if mode == "cls" else ends[:, 1:] + _LAST
+                spans[:rows].copy_(ends if mode == "mean" else one)
             self._count.fill_(count)
             self.bound()
             return self._found[: rows if self._pooling else count].clone()

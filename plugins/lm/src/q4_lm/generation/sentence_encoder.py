@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,21 +158,21 @@ class SentenceEncoder:
         rows = [self.tokenizer.encode_whole(head + text) for text in sentences]
         rows = [row if len(row) <= self.limit else [*row[: self.limit - 1], row[-1]] for row in rows]
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))  # alike lengths together
-        found: list[tuple[int, torch.Tensor]] = []
+        found = list[torch.Tensor]()
         for start in range(0, len(rows), batch):
             chosen = order[start : start + batch]
-            found += zip(chosen, self._vectors([rows[index] for index in chosen]), strict=True)
-            watch(len(found), len(rows))
-        return torch.stack([vector for _, vector in sorted(found, key=lambda item: item[0])])
+            found.append(self._vectors([rows[index] for index in chosen]))
+            watch(start + len(chosen), len(rows))
+        return torch.cat(found)[torch.tensor(order).argsort()]
 
     @torch.inference_mode()
     def _vectors(self, rows: list[list[int]]) -> torch.Tensor:
         longest = max(map(len, rows))
         if (program := self._programs.find(longest)) is not None:
-            found = program(rows)
             if self.modules.pools_in_program:
-                return self.modules.finish(torch.stack(found))
-            return torch.cat([self.modules.pool(item[None], torch.ones(1, len(item))) for item in found])
+                tokens = torch.tensor([*itertools.chain.from_iterable(rows)])
+                return self.modules.finish(program.run([*map(len, rows)], tokens))
+            return torch.cat([self.modules.pool(item[None], torch.ones(1, len(item))) for item in program(rows)])
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.encoder.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.encoder.device)
         allowed = torch.arange(longest, device=self.encoder.device) < lengths[:, None]

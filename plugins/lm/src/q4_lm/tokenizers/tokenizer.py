@@ -79,7 +79,7 @@ class Tokenizer:
 
     def encode_whole(self, text: str) -> list[int]:
         """Return the token numbers of a text, with those that the tokenizer adds, such as [CLS] and [SEP]."""
-        numbers: list[int] = self._engine.encode(text, add_special_tokens=True).ids
+        numbers: list[int] = self._engine.encode_batch_fast([text], add_special_tokens=True)[0].ids  # without offsets
         return numbers
 
     def token_bytes(self, number: int, *, skip_special: bool = True) -> bytes:

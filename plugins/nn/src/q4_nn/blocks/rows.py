@@ -43,21 +43,23 @@ class RowPlaces:
         """Return the keys and values that spans are of: those of the rows themselves."""
         return key, value
 
-    def fill(self, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write positions and spans of sequences, and return the first row of each, and the one behind its last.
+    def fill(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Write positions and spans of sequences; return the first row of each and the one behind its last, [n, 2].
 
         Args:
             lengths: int64 [sequences], each 1 or more, together at most ``most``.
         """
         lasts = lengths.cumsum(0)
-        firsts = lasts - lengths
-        first, last = (part.repeat_interleave(lengths) for part in (firsts, lasts))
-        rows = torch.arange(len(first))
-        torch.sub(rows, first, out=self._positions[: len(rows)])
+        ends = torch.stack([lasts - lengths, lasts], dim=1)
+        whole = ends.expand(int(lengths), 2) if len(lengths) == 1 else ends.repeat_interleave(lengths, dim=0)
+        rows = torch.arange(len(whole))
+        torch.sub(rows, whole[:, 0], out=self._positions[: len(rows)])
         for (causal, window), spans in self._spans.items():
-            low, high = first, rows + 1 if causal else last
+            spans[: len(rows)].copy_(whole)
+            low, high = spans[: len(rows)].unbind(1)
+            if causal:
+                torch.add(rows, 1, out=high)
             if window is not None:
-                low, high = torch.maximum(low, rows - window + 1), torch.minimum(high, rows + window)
-            spans[: len(rows), 0].copy_(low)
-            spans[: len(rows), 1].copy_(high)
-        return firsts, lasts
+                low.clamp_(min=rows - window + 1)
+                high.clamp_(max=rows + window)
+        return ends
