@@ -58,26 +58,30 @@ template <class V, int Second, int Bits, class Pick> auto with_pairs(const q4_ma
     return with_halves(std::integral_constant<int, V::kLevelPairs>{});
 }
 
-// The same with the type of the scales, for those formats that have no second number, and those of codes that are held short.
-template <int Second, int Bits, class Pick> auto with_scale(const q4_matrix& m, const Pick& pick) {
-    if constexpr (is_short<Bits>()) {
-        if (m.scale_type == Q4_F16) return pick(std::integral_constant<int, Q4_F16>{});
+// The same with the type of the scales, for those that checkpoints have with such blocks: NVFP4, Q2_K, Q3_K and Q6_K have
+// blocks of half a chunk. All others are asked for their type at each chunk.
+template <int Second, int Bits, bool Halves, class Pick> auto with_scale(const q4_matrix& m, const Pick& pick) {
+    const auto is = [&](int32_t type) { return m.scale_type == type; };
+    if constexpr (Halves) {
         if constexpr (Bits == 2 && Second == Q4_OFFSET)
-            if (m.scale_type == Q4_LOW_U4 && m.second_type == Q4_HIGH_U4) return pick(std::integral_constant<int, Q4_LOW_U4>{});
+            if (is(Q4_LOW_U4) && m.second_type == Q4_HIGH_U4) return pick(std::integral_constant<int, Q4_LOW_U4>{});
         if constexpr (Bits % 3 == 0 && Second == Q4_NONE)
-            if (m.scale_type == Q4_I8) return pick(std::integral_constant<int, Q4_I8>{});
-    } else if constexpr (Second == Q4_NONE) switch (m.scale_type) {
-        case Q4_F32: return pick(std::integral_constant<int, Q4_F32>{});
-        case Q4_F16: return pick(std::integral_constant<int, Q4_F16>{});
-        case Q4_E4M3: return pick(std::integral_constant<int, Q4_E4M3>{});
-        case Q4_E8M0: return pick(std::integral_constant<int, Q4_E8M0>{});
-        default: break;
-        }
+            if (is(Q4_I8)) return pick(std::integral_constant<int, Q4_I8>{});
+        if constexpr (Bits == 4 && Second == Q4_NONE)
+            if (is(Q4_E4M3)) return pick(std::integral_constant<int, Q4_E4M3>{});
+    } else {
+        if constexpr (is_short<Bits>() || Second == Q4_NONE)
+            if (is(Q4_F16)) return pick(std::integral_constant<int, Q4_F16>{});
+        if constexpr (!is_short<Bits>() && Second == Q4_NONE)
+            if (is(Q4_F32)) return pick(std::integral_constant<int, Q4_F32>{});
+        if constexpr (Bits == 4 && Second == Q4_NONE)
+            if (is(Q4_E8M0)) return pick(std::integral_constant<int, Q4_E8M0>{});
+    }
     return pick(std::integral_constant<int, kAnyType>{});
 }
 
 template <class V, int Rows, int Kind, int Second, int Bits, bool Halves> DirectKernel a16_kernel(const q4_matrix& m) {
-    return with_scale<Second, Bits>(m, [](auto scale) -> DirectKernel {
+    return with_scale<Second, Bits, Halves>(m, [](auto scale) -> DirectKernel {
         constexpr int kScale = decltype(scale)::value;
         if constexpr (Rows == 1 && has_byte_products<V, Kind, Bits>())
             return a8_direct<V, 1, V::kBytes, Second, kScale, Bits, Halves>;
@@ -94,7 +98,7 @@ template <class V, int Rows> DirectKernel direct_kernel(const q4_matrix& m, int3
         constexpr int kBits = decltype(bits)::value;
         if (family == Q4_A8)
             return with_levels<V, kBits>(m, [&](auto kind, auto halves) {
-                return with_scale<kSecond, kBits>(m, [](auto scale) -> DirectKernel {
+                return with_scale<kSecond, kBits, decltype(halves)::value>(m, [](auto scale) -> DirectKernel {
                     return a8_direct<V, Rows, decltype(kind)::value, decltype(second)::value, decltype(scale)::value,
                                      decltype(bits)::value, decltype(halves)::value>;
                 });
