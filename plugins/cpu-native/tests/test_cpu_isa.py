@@ -112,12 +112,34 @@ def test_sets_are_no_chain(machine: Callable[..., None]) -> None:
 
 def test_what_was_not_compiled_is_not_blamed_on_the_machine(machine: Callable[..., None]) -> None:
     """A set that the compiler did not know is rejected as not built, requested or not."""
-    machine({"avx2": (NOT_HERE, True), "avxvnni": (NOT_BUILT, True)})
+    machine({"avx2": (NOT_HERE, True), "avxvnni": (NOT_BUILT, True), "neon-i8mm": (NOT_BUILT, False)})
     assert choose("avxvnni").code is q4.ReasonCode.NOT_BUILT
+    assert choose("").code is q4.ReasonCode.NOT_BUILT
+    assert "that have kernels: avx2; not compiled: avxvnni; install q4-cpu-native again" in choose("").text
+    machine({"avx2": (NOT_HERE, True), "neon-i8mm": (NOT_BUILT, False)})
     assert choose("").code is q4.ReasonCode.ARCH
     assert choose("").text.endswith("that have kernels: avx2")
     machine({"avx2": (NOT_BUILT, True)})
     assert choose("").code is q4.ReasonCode.NOT_BUILT
+    assert choose("").text.endswith("without kernels for this kind of processor")
+
+
+def test_a_build_for_one_set_says_what_it_left_out(machine: Callable[..., None]) -> None:
+    """The state names what was not compiled; a request for that is refused with the way out, one for Arm's without."""
+    names = ("avx2", "avxvnni", "avx512", "neon-dotprod")
+    machine({name: (HERE if name == "avx512" else NOT_BUILT, not name.startswith("neon")) for name in names})
+    request = q4.Request.for_weight(q4.quantize(torch.rand(16, 64), "q4_0"))
+    assert CpuNative("").check(request).native_state == "loaded (avx512; not compiled: avx2, avxvnni)"
+    (reason,) = CpuNative("avx2").check(request).reasons
+    assert reason.code is q4.ReasonCode.NOT_BUILT
+    assert reason.message == (
+        "Q4_CPU_ISA requests avx2, for which the native module was built without kernels; "
+        "install q4-cpu-native again with every set (in a clone: nox -s env), by a compiler that knows avx2"
+    )
+    (reason,) = CpuNative("neon-dotprod").check(request).reasons
+    assert reason.message.endswith("was built without kernels")
+    machine({name: (NOT_BUILT if name.startswith("neon") else HERE, True) for name in names})
+    assert CpuNative("").check(request).native_state == "loaded (avx512)"
 
 
 def test_a_module_of_another_abi_is_not_called(machine: Callable[..., None]) -> None:

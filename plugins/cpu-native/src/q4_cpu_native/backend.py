@@ -102,10 +102,9 @@ class CpuNative:
 
     def check(self, request: Request) -> Support:
         """Offer the exact path and those of rounded activations, or report what is missing."""
-        text = self._chosen.text
         if not self._isa:
-            return Support.no([Reason(self._chosen.code, text)], native_state="not usable")
-        state = f"loaded ({text})" if self._chosen.was_run else f"loaded ({text}, never run on such hardware)"
+            return Support.no([Reason(self._chosen.code, self._chosen.text)], native_state="not usable")
+        state = self._chosen.state
         reasons = []
         is_whole_row = request.block_size >= request.in_features
         if request.block_size != SMALL_BLOCK and request.block_size % CHUNK and not is_whole_row:

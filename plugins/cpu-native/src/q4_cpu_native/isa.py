@@ -14,6 +14,7 @@ __all__ = ["Isa", "choose", "native"]
 _ABI_VERSION = 14
 _FAMILIES = 3  # exact, w4a8, w4i16
 _HERE, _NOT_BUILT = 1, -1
+_BUILD_ALL = "install q4-cpu-native again with every set (in a clone: nox -s env)"
 
 
 @attrs.frozen
@@ -26,6 +27,7 @@ class Isa:
         code: The reason code where there is none.
         panels_from: For each family of kernels, the rows of x from which panel kernels run; 0 where there are none.
         was_run: Whether its kernels have run on such hardware.
+        left_out: The sets of this kind of processor for which no kernels were compiled.
     """
 
     number: int
@@ -33,6 +35,15 @@ class Isa:
     code: ReasonCode = ReasonCode.ARCH
     panels_from: tuple[int, ...] = ()
     was_run: bool = False
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """What is loaded, in a few words: ``loaded (avx2)``, and what was not compiled or never run."""
+        facts = [self.text if self.was_run else f"{self.text}, never run on such hardware"]
+        if self.left_out:
+            facts.append(f"not compiled: {', '.join(self.left_out)}")
+        return f"loaded ({'; '.join(facts)})"
 
 
 @functools.cache
@@ -59,13 +70,24 @@ def choose(requested: str) -> Isa:
     if requested:
         return _requested(module, numbers, requested)
     best = module.best_isa()
-    return _isa(module, best) if best else _none(module, numbers)
+    return _isa(module, numbers, best) if best else _none(module, numbers)
 
 
-def _isa(module: Any, number: int) -> Isa:
+def _isa(module: Any, numbers: dict[str, int], number: int) -> Isa:
     panels_from = tuple(module.panel_from(number, family) for family in range(_FAMILIES))
-    name = module.isa_name(number)
-    return Isa(number, name, panels_from=panels_from, was_run=bool(module.isa_was_run(number)))
+    name, was_run = module.isa_name(number), bool(module.isa_was_run(number))
+    return Isa(number, name, panels_from=panels_from, was_run=was_run, left_out=_left_out(module, numbers))
+
+
+def _left_out(module: Any, numbers: dict[str, int]) -> tuple[str, ...]:
+    """Return the sets without kernels of the kind of processor, x86 or Arm, that the others are of."""
+    built = [name for name, number in numbers.items() if module.has_isa(number) != _NOT_BUILT]
+    is_arm = any(_is_arm(name) for name in built)
+    return tuple(name for name in numbers if built and name not in built and _is_arm(name) == is_arm)
+
+
+def _is_arm(name: str) -> bool:
+    return name.startswith("neon")
 
 
 def _numbers(module: Any) -> dict[str, int]:
@@ -82,10 +104,11 @@ def _requested(module: Any, numbers: dict[str, int], name: str) -> Isa:
     state = module.has_isa(numbers[name])
     if state == _NOT_BUILT:
         text = f"Q4_CPU_ISA requests {name}, for which the native module was built without kernels"
-        return Isa(0, text, ReasonCode.NOT_BUILT)
+        way_out = f"; {_BUILD_ALL}, by a compiler that knows {name}" if name in _left_out(module, numbers) else ""
+        return Isa(0, f"{text}{way_out}", ReasonCode.NOT_BUILT)
     if state != _HERE:
         return Isa(0, f"Q4_CPU_ISA requests {name}, which this machine does not support")
-    return _isa(module, numbers[name])
+    return _isa(module, numbers, numbers[name])
 
 
 def _none(module: Any, numbers: dict[str, int]) -> Isa:
@@ -97,4 +120,7 @@ def _none(module: Any, numbers: dict[str, int]) -> Isa:
     built = [name for name, number in numbers.items() if module.has_isa(number) != _NOT_BUILT]
     if not built:
         return Isa(0, "the native module was built without kernels for this kind of processor", ReasonCode.NOT_BUILT)
-    return Isa(0, f"this machine supports none of the instruction sets that have kernels: {', '.join(built)}")
+    text = f"this machine supports none of the instruction sets that have kernels: {', '.join(built)}"
+    if left_out := _left_out(module, numbers):
+        return Isa(0, f"{text}; not compiled: {', '.join(left_out)}; {_BUILD_ALL}", ReasonCode.NOT_BUILT)
+    return Isa(0, text)
