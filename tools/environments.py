@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ __all__ = [
     "install_group",
     "install_packages",
     "link",
+    "make_environment",
     "put_apart",
     "run",
 ]
@@ -45,14 +47,7 @@ def run(session: nox.Session, program: str, *arguments: str, environment: str = 
 
 def install(session: nox.Session, name: str, *requirements: str, environment: str = "env", **variables: str) -> None:
     """Install requirements once: again only after one of the files that decide their versions has changed."""
-    deciders = [CONSTRAINTS]
-    if "--editable" in requirements:
-        deciders += [folder / "pyproject.toml" for folder in distributions()]
-    digest = hashlib.sha256(repr(requirements).encode())
-    for file in deciders:
-        digest.update(file.read_bytes())
-    stamp = _folder(session, environment).parent / f"installed-{name}.txt"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
+    if _is_installed(session, name, requirements, environment):
         session.log(f"{name}: already installed")
         return
     pip = ["-m", "pip", "install", "--disable-pip-version-check", "--constraint", str(CONSTRAINTS)]
@@ -61,7 +56,27 @@ def install(session: nox.Session, name: str, *requirements: str, environment: st
     elif name not in LARGE:
         pip.append("--quiet")
     run(session, "python", *pip, *requirements, environment=environment, **variables)
-    stamp.write_text(digest.hexdigest(), encoding="utf-8")
+    _stamp(session, name, environment).write_text(_digest(requirements), encoding="utf-8")
+
+
+def _is_installed(session: nox.Session, name: str, requirements: Sequence[str], environment: str) -> bool:
+    stamp = _stamp(session, name, environment)
+    return stamp.exists() and stamp.read_text(encoding="utf-8") == _digest(requirements)
+
+
+def _stamp(session: nox.Session, name: str, environment: str) -> Path:
+    return _folder(session, environment).parent / f"installed-{name}.txt"
+
+
+def _digest(requirements: Sequence[str]) -> str:
+    """Return a digest of requirements and of the files that decide their versions."""
+    deciders = [CONSTRAINTS]
+    if "--editable" in requirements:
+        deciders += [folder / "pyproject.toml" for folder in distributions()]
+    digest = hashlib.sha256(repr(tuple(requirements)).encode())
+    for file in deciders:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def install_group(session: nox.Session, group: str, *, environment: str = "env", **variables: str) -> None:
@@ -104,8 +119,26 @@ def ggml_build(isa: str = "", machine: str = "") -> dict[str, str]:
     return found
 
 
-def install_packages(session: nox.Session, *, environment: str = "env") -> None:
-    """Install torch first, so that no dependency installs it, then libraries, and every package here, editable."""
+def make_environment(session: nox.Session) -> None:
+    """Make ``env`` as nox does where there is none, with CPU kernels for the best instruction set of this machine.
+
+    The session ``env`` compiles the others.
+    """
+    folder = _folder(session, "env")
+    if not folder.is_dir():
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(folder.parent), external=True)
+    install_packages(session, isas="native")
+
+
+def install_packages(session: nox.Session, *, environment: str = "env", isas: str = "all") -> None:
+    """Install torch first, so that no dependency installs it, then libraries, and every package here, editable.
+
+    Args:
+        session: The session that runs.
+        environment: Where to install.
+        isas: The instruction sets for which cpu-native is compiled, ``all`` or ``native``; where all were compiled
+            before, that stays.
+    """
     install(session, "torch", "torch", "numpy", environment=environment)
     install(session, "builders", *BUILDERS, environment=environment)
     folders: Sequence[Path] = distributions()
@@ -113,9 +146,13 @@ def install_packages(session: nox.Session, *, environment: str = "env") -> None:
         session.warn("there is no C++ compiler here: cpu-native is left out, and the reference runs instead")
         folders = [folder for folder in folders if folder.name != "cpu-native"]
     for folder in (item for item in folders if item.name in COMPILED):
-        takes = ", which takes two minutes on two idle cores" if folder.name == "cpu-native" else ""
-        session.log(f"{folder.name}: compiling{takes}")
-        own = ("--no-deps", "--no-build-isolation", "--editable", str(folder))
+        own = ["--no-deps", "--no-build-isolation", "--editable", str(folder)]
+        if not _is_installed(session, folder.name, own, environment):
+            cores = "one core" if isas == "native" else "two idle cores"
+            takes = f", which takes two minutes on {cores}" if folder.name == "cpu-native" else ""
+            session.log(f"{folder.name}: compiling{takes}")
+            if folder.name == "cpu-native" and isas != "all":
+                own += ["--config-settings", f"cmake.define.Q4_CPU_ISAS={isas}"]
         install(session, folder.name, *own, environment=environment)
     needed = {line for folder in folders if folder.name not in PEER_PACKAGES for line in _libraries(folder)}
     install(session, "libraries", *sorted(needed), environment=environment)
