@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from q4_conformance.report.certificate import to_text
 from q4_conformance.report.markdown import to_markdown
 from q4_conformance.report.verify import CertificateError, read_certificate
 from q4_conformance.subjects.profiles import PROFILES, UnknownTargetError
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 ONE = "TC-09/bias/nf4-plain-high_first-48x256b64-s0/float32/exact"
@@ -119,14 +119,8 @@ def test_what_can_not_be_imported_is_bad_usage(name: str, words: str, tmp_path: 
     """No case of it is counted: one message has the error and what to do, and the status is that of bad usage."""
     (tmp_path / "broken_module.py").write_text("oops\n", encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent), *filter(None, sys.path)])
-    run = subprocess.run(
-        [sys.executable, "-m", "q4_cli", "conform", name],
-        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=scaled(120),
-        check=False,
-    )
+    variables = {"PYTHONPATH": path, "PATH": "/usr/bin:/bin"}
+    run = run_interpreter(["-m", "q4_cli", "conform", name], env=variables, timeout=scaled(120))
     assert (run.returncode, run.stdout) == (2, "")
     said = " ".join(run.stderr.split())
     assert f"NAME must be one that can be imported, got {name!r}" in said
@@ -278,13 +272,8 @@ def test_it_runs_without_loading_plugins_here(tmp_path: Path) -> None:
     assert announced in (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     (info / "entry_points.txt").write_text("[q4core.commands]\nconform = q4_conformance.command.declared:conform\n")
     path = [str(tmp_path), *filter(None, sys.path)]
-    run = subprocess.run(
-        [sys.executable, "-m", "q4_cli", "conform", "q4_deadly", "--case", "TC-10"],
-        env={"PYTHONPATH": ":".join(path), "Q4_PLUGIN_MODULES": "q4_deadly", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=scaled(120),
-        check=False,
-    )
+    variables = {"PYTHONPATH": ":".join(path), "Q4_PLUGIN_MODULES": "q4_deadly", "PATH": "/usr/bin:/bin"}
+    words = ["-m", "q4_cli", "conform", "q4_deadly", "--case", "TC-10"]
+    run = run_interpreter(words, env=variables, timeout=scaled(120))
     assert run.returncode == 1, run.stderr
     assert "exit code 5; it printed: farewell" in run.stdout

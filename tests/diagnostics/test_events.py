@@ -7,8 +7,6 @@ import datetime as dt
 import json
 import logging
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import q4core as q4
 from q4core.diagnostics import events
 from tests.support.events import forget_warnings, observed_by
 from tests.support.fakes import FakeBackend, registry
+from tests.support.interpreter import run_interpreter
 
 CODE = """
 import torch, q4core as q4
@@ -30,13 +29,8 @@ print("out")
 
 
 def _run(**environment: str) -> tuple[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE],
-        env={"PATH": "/usr/bin:/bin", "Q4_PLUGINS": "gguf", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    variables = {"PATH": "/usr/bin:/bin", "Q4_PLUGINS": "gguf", **environment}
+    done = run_interpreter(["-W", "ignore", "-c", CODE], env=variables, check=True)
     return done.stdout, done.stderr
 
 

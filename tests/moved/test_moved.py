@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import types
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import pytest
 
 import q4core as q4
 from q4core.moved import getattr_of
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def test_a_package_that_is_imported_again_has_one_finder() -> None:
     """A reload of a package adds nothing to the finders of imports."""
     count = "n = len(sys.meta_path)"
     code = f"import importlib, sys, q4core; {count}; importlib.reload(q4core); assert {count.replace('=', '==')}"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(120))
+    run_interpreter(["-c", code], check=True, timeout=scaled(120))
 
 
 @pytest.mark.parametrize(("name", "module"), sorted(q4._MODULES.items()))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ import torch
 import q4core as q4
 from q4core.ops import imports
 from tests.support.fakes import FakeBackend, registry
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -52,16 +51,10 @@ except q4.Q4Error as error:
 
 def _run(program: str, *arguments: object, **environment: str) -> str:
     """Run a program in a process of its own, and return the last line that it prints."""
-    command = [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments)]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("Q4_")}
-    done = subprocess.run(
-        command,
-        env={**kept, "Q4_CACHE": "off", **environment},
-        capture_output=True,
-        text=True,
-        timeout=scaled(500),
-        check=False,
-    )
+    variables = {**kept, "Q4_CACHE": "off", **environment}
+    words = ["-W", "ignore", "-c", program, *map(str, arguments)]
+    done = run_interpreter(words, env=variables, timeout=scaled(500))
     assert done.returncode == 0, done.stderr[-3000:]
     return (done.stdout.splitlines() or [""])[-1]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 import types
 from pathlib import Path
@@ -16,6 +14,7 @@ import q4core as q4
 from q4core.plugin_api import emit, names_of_plugins
 from tests.support.events import forget_warnings
 from tests.support.fakes import FakeBackend, plugin
+from tests.support.interpreter import run_interpreter
 
 
 def _nothing() -> list[Any]:
@@ -174,13 +173,8 @@ def _run(code: str, tmp_path: Path, **environment: str) -> str:
     }.items():
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
     path = f"{tmp_path}:{Path(__file__).parents[2]}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, **environment}
+    done = run_interpreter(["-W", "ignore", "-c", code], env=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

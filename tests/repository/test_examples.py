@@ -7,7 +7,6 @@ import math
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +17,12 @@ import torch
 from matplotlib import image
 
 from q4_snn import PoissonInput
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
+    import subprocess
+
     import numpy as np
 
 ROOT = Path(__file__).parents[2]
@@ -45,15 +47,8 @@ class TrainingRun:
 def run_example(name: str, *arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run an example in a folder, as a user would."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "examples" / name), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=scaled(300),
-        check=False,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    words = ["-W", "error", str(ROOT / "examples" / name), *map(str, arguments)]
+    return run_interpreter(words, timeout=scaled(300), cwd=folder, env={**os.environ, "PYTHONPATH": path})
 
 
 def test_each_example_names_what_it_needs() -> None:

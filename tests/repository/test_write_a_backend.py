@@ -6,8 +6,6 @@ import collections
 import json
 import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from q4_conformance import Query
 from q4_conformance.execution.isolated import due_cases
 from tests.support.commands import run_python
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 ROOT = Path(__file__).parents[2]
@@ -118,15 +117,9 @@ def test_a_whole_plugin_holds_what_the_page_says(page: str, tmp_path: Path) -> N
     assert source.endswith(f"/{module.replace('.', '/')}.py")
     assert block == (ROOT / source).read_text(encoding="utf-8")
     (tmp_path / f"{module}.py").write_text(block, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "q4_cli", *command.split(), "--json"],
-        cwd=tmp_path,
-        env=os.environ | {"Q4_PLUGIN_MODULES": module, "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=scaled(240),
-        check=False,
-    )
+    variables = os.environ | {"Q4_PLUGIN_MODULES": module, "PYTHONPATH": "."}
+    words = ["-m", "q4_cli", *command.split(), "--json"]
+    done = run_interpreter(words, cwd=tmp_path, env=variables, timeout=scaled(240))
     document = json.loads(done.stdout)["certificate"]
     assert done.returncode == 0, done.stderr
     assert document["counts"]["pass"] > 0

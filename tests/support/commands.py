@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from q4_cli.app import run
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Mapping
 
     import pytest
@@ -50,26 +50,12 @@ def process(*arguments: object, variables: Mapping[str, str] | None = None) -> s
     """Run the command in a process of its own."""
     environment, given = _environment(), dict(variables or {})
     path = os.pathsep.join(filter(None, [str(ROOT), given.pop("PYTHONPATH", ""), environment.get("PYTHONPATH", "")]))
-    return subprocess.run(
-        [sys.executable, "-m", "q4_cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=scaled(180),
-        check=False,
-        env={**environment, "PYTHONPATH": path, **given},
-    )
+    variables = {**environment, "PYTHONPATH": path, **given}
+    return run_interpreter(["-m", "q4_cli", *map(str, arguments)], timeout=scaled(180), env=variables)
 
 
 def run_python(folder: Path, *arguments: str, **variables: str) -> str:
     """Run Python in a folder as a reader of a page would, with variables besides our own, and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=_environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=scaled(120),
-        check=False,
-    )
+    done = run_interpreter(arguments, cwd=folder, env=_environment() | variables, timeout=scaled(120))
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -13,6 +11,7 @@ import torch
 
 import q4core as q4
 from q4_actors import ActorSystem
+from tests.support.interpreter import run_interpreter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,7 +89,7 @@ def test_killed_while_it_is_written(tmp_path: Path) -> None:
     before = path.read_bytes()
     (tmp_path / ".c.pt.bak").touch()
     (tmp_path / ".d.pt.x.q4tmp").touch()
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=dict(os.environ), check=False)
+    done = run_interpreter(["-c", KILLED, str(path)])
     assert done.returncode == -signal.SIGKILL
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 4

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import q4core as q4
 from q4_cli.app import build_app, run
 from tests.support.commands import NF4, ROOT, answer, process, say
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -175,8 +176,7 @@ def test_a_command_loads_no_plugin(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
 
     def call(**more: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "q4_cli", "early"]
-        return subprocess.run(words, env=environment | more, capture_output=True, text=True, check=False)
+        return run_interpreter(["-m", "q4_cli", "early"], env=environment | more)
 
     done = call()
     assert (done.returncode, done.stdout) == (0, "good day\n"), done.stderr

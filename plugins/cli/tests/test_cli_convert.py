@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from q4_cli.app import run
 from q4_cli.files import Target, identity_of
 from tests.support.commands import ROOT, answer, say
 from tests.support.footprint import run_child
+from tests.support.interpreter import run_interpreter
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 
@@ -76,12 +75,8 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def kill(*words: object, after: int, by: str = "SIGKILL") -> int:
     """Run a command that gets a signal before it stores its n-th tensor, and return its status."""
-    return subprocess.run(
-        [sys.executable, "-c", KILLING, str(after), by, *map(str, words)],
-        check=False,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ).returncode
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return run_interpreter(["-c", KILLING, str(after), by, *map(str, words)], env=variables).returncode
 
 
 def test_a_folder_says_how_it_is_packed_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

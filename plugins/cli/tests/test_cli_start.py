@@ -48,9 +48,9 @@ ALL = words_of_all()
 
 
 def processor_seconds(*words: str) -> float:
-    """Return the processor time of a Python process, the least of three: it computes and does not wait."""
+    """Return the processor time of a Python process, the least of two: it computes and does not wait."""
     found = []
-    for _ in range(3):
+    for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, *words], check=True, capture_output=True, cwd=ROOT, timeout=scaled(60))
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

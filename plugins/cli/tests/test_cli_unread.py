@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from q4_cli.app import run
 from q4_cli.doctor_report import environment_facts
 from tests.support.commands import NF4, answer, say
+from tests.support.interpreter import run_interpreter
 from tests.support.unread import UNREAD, add_tensors, layers
 
 if TYPE_CHECKING:
@@ -67,13 +66,7 @@ def test_doctor_lists_a_misspelt_log(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def events(*words: str) -> list[dict[str, Any]]:
     """Return the events of a command in a process of its own, as JSON lines on stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "q4_cli", *words],
-        env={**os.environ, "Q4_LOG": "json"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_interpreter(["-m", "q4_cli", *words], env={**os.environ, "Q4_LOG": "json"}, check=True)
     return [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from cases import BUILDERS
 
 import q4core as q4
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -205,8 +204,7 @@ def test_packed_integers_that_nothing_explains_are_no_dense_tensors(tensors: Ten
     with pytest.raises(q4.UnknownDialectError) as caught:
         q4.open(path)
     assert all(key.removeprefix("proj.") in str(caught.value) for key in tensors)
-    command = [sys.executable, "-m", "q4_cli", "inspect", str(path)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=scaled(120))
+    answer = run_interpreter(["-m", "q4_cli", "inspect", str(path)], timeout=scaled(120))
     assert answer.returncode != 0
     assert "dense tensor" not in answer.stdout.split("no layer")[0]
     norm = {

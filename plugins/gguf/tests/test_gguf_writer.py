@@ -19,6 +19,7 @@ from q4_gguf import ArrayValue, TypedFloat, TypedInt
 from q4_gguf.ggml import PACKED_TYPES
 from q4core import Packing, pack_codes
 from tests.support.ggml_blocks import entry_of, owners_values, random_blocks, write_parts
+from tests.support.interpreter import run_interpreter
 
 SAMPLES = (
     sorted(Path(os.environ.get("Q4_SAMPLES", "")).glob("gguf-*/checkpoint/*.gguf"))
@@ -373,7 +374,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
     """The old file stays, and the temporary folder goes with the next writing."""
     path = tmp_path / "x.gguf"
     path.write_bytes(b"old")
-    subprocess.run([sys.executable, "-c", _KILLED, str(path)], check=False)
+    run_interpreter(["-c", _KILLED, str(path)])
     assert path.read_bytes() == b"old"
     assert len([*tmp_path.iterdir()]) == 2
     q4.save_checkpoint(path, {"m": _weight()}, dialect="gguf")
@@ -423,8 +424,7 @@ print(Weights.read)
 
 def run_resumed(path: Path, deadly: int, resume: str) -> str:
     """Write six layers in a process that kills itself at one of them; return how many it read, or nothing."""
-    command = [sys.executable, "-c", _RESUMED, str(path), str(deadly), resume]
-    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
+    return run_interpreter(["-c", _RESUMED, str(path), str(deadly), resume]).stdout.strip()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="processes are killed by a signal here")

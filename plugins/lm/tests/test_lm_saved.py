@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +13,7 @@ from torch import nn
 import q4core as q4
 from q4_lm import build_transformer, load_model, save_model
 from q4_nn import build, build_cnn, build_mlp, build_rnn, convert_linears_, describe, pack_, to_ste_
+from tests.support.interpreter import run_interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +42,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 FRESH = """
 import sys, torch, q4core as q4
 from q4_lm import load_model
+from tests.support.interpreter import run_interpreter
 with q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session, torch.no_grad():
     model = load_model(sys.argv[1], session)
     x = torch.load(sys.argv[2])
@@ -108,7 +108,7 @@ def test_a_fresh_process_gives_the_same_bits(name: str, tmp_path: Path) -> None:
         model = packed(name, session)
         save_model(model, tmp_path / "model")
         arguments = [str(tmp_path / item) for item in ("model", "x.pt", "y.pt")]
-        subprocess.run([sys.executable, "-c", FRESH, *arguments], check=True)
+        run_interpreter(["-c", FRESH, *arguments], check=True)
         y, state = torch.load(tmp_path / "y.pt")
         assert same(y, model(x))
         assert all(same(state[key], value) for key, value in model.state_dict().items())

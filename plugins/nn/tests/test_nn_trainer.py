@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import q4core as q4
 from q4_nn import EarlyStop, State, Trainer, TrainingError, instrument
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ RUNS = Path(training_runs.__file__)
 
 def run(*arguments: object, check: bool = True) -> int:
     """Run a training in a process of its own, and return how it ended."""
-    done = subprocess.run(
-        [sys.executable, str(RUNS), *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    done = run_interpreter([str(RUNS), *map(str, arguments)])
     assert not check or done.returncode == 0, done.stderr
     return done.returncode
 

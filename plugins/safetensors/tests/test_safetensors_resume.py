@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +12,7 @@ import torch
 
 import q4core as q4
 from tests.support.checkpoints import is_same, visible
+from tests.support.interpreter import run_interpreter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,11 +60,8 @@ def save(path: str | Path, dialect: str, deadly: int = 0, *, resume: str | None 
 def killed(path: Path, dialect: str, deadly: int) -> None:
     """Save in a process that kills itself at one of the layers."""
     folders = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(path), dialect, str(deadly)],
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
-    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    done = run_interpreter(["-c", CODE, str(path), dialect, str(deadly)], env=variables)
     assert done.returncode == -signal.SIGKILL
 
 

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import inspect
 import re
-import subprocess
 import sys
 import time
 from typing import Any
@@ -21,6 +20,7 @@ from q4_um_managed.device_attributes import ATTRIBUTES, UNASKED
 from q4_um_managed.driver import Driver
 from q4_um_managed.probe_driver import Prospect, find_driver
 from q4core.memory import MemoryProvider, Placement
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ import sys, q4_um_managed
 (provider,) = q4_um_managed.q4_memory_providers()
 assert not [name for name in sys.modules if name.startswith("cupy")]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(120))
+    run_interpreter(["-c", code], check=True, timeout=scaled(120))
     (provider,) = q4_memory_providers()
     assert isinstance(provider, MemoryProvider)
     assert provider.name == "um-managed"
