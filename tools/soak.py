@@ -32,11 +32,11 @@ PARTS = {
     "gpu-programs": ["plugins/triton-kernels"],
     "emulated": ["plugins/nvfp4-native"],
     "interpreted": ["plugins/nf4-cuda", "plugins/nvfp4-native", "tests/repository/test_gpu_benchmark.py"],
-    "models": ["plugins/transformers/tests/peers"],
+    "models": ["plugins/transformers/tests/peers", "tests/peers"],
     "certificates": [],
 }
 """Part → the folders whose tests it runs; ``interpreted`` those under Triton's interpreter, ``models`` those with
-transformers, the others the rest. ``certificates`` judges by every case, and compares with the committed pages."""
+other libraries, the others the rest. ``certificates`` judges by every case, and compares with the committed pages."""
 
 
 def count_tests(report: Path) -> dict[str, Any]:

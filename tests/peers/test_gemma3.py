@@ -59,6 +59,7 @@ def test_prompts_have_llama_cpps_tokens(gemma: LanguageModel, cases: list[dict[s
         assert gemma.tokenizer.decode(case["greedy_ids"]) == case["greedy_text"]
 
 
+@pytest.mark.soak
 def test_logits_are_those_of_transformers(gemma: LanguageModel, path: Path, cases: list[dict[str, Any]]) -> None:
     """transformers, over the same weights dequantised to float32, gives the same logits."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)

@@ -118,8 +118,19 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TransformerC
     return config
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("kind", KINDS)
+def _often(turn: int, base: str) -> bool:
+    """Say whether each run takes a kind's base: the plain one, and of the others, which all read alike, one in turn."""
+    return base == "plain" or base == ("none", "linear", "yarn")[turn % 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        pytest.param(kind, base, marks=() if _often(turn, base) else pytest.mark.soak)
+        for turn, kind in enumerate(KINDS)
+        for base in BASES
+    ],
+)
 def test_each_key(kind: str, base: str, read: Callable[..., TransformerConfig]) -> None:
     """A key is read, so that the config differs, or refused by name; none is passed over but those without effect."""
     facts, unused = BASES[base]

@@ -16,7 +16,7 @@ FORMATS = ("nvfp4", "mxfp4")
 PRODUCTS = [case for case in device_cases(FORMATS) if case.contract == "TC-15"]
 CASES = [case for case in (*linear_cases(FORMATS), *PRODUCTS) if case.precision is ActivationPrecision.FP4]
 PLAIN = [case for case in CASES if case.weight_recipe.scale_kind is ScaleKind.PLAIN]
-OFTEN = {"values", "bias", "out", "tiles", "awkward", "strided", "static", "gradient"}
+OFTEN = {"values", "bias", "out", "awkward", "strided", "static", "gradient"}
 """Parts that depend on the kernels' own code: in each run by one case, which takes the emulator seconds."""
 FEW = {"values", "bias"}
 """Of these, what depends on the format as well, or on who launches."""

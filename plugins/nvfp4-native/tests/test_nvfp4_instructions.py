@@ -168,6 +168,8 @@ _KERNELS: dict[str, tuple[Any, dict[str, int]]] = {
 }
 _IN_FULL = frozenset({80, 90, 100, 103, 120, 121})
 """Architectures of which each quantiser is compiled; of the others, which are like sm_80, a few are."""
+_OFTEN = frozenset({80, 120})
+"""Of these, the ones for which each run compiles all; for the others it compiles one in five, in every kind."""
 
 
 @attrs.frozen
@@ -223,6 +225,15 @@ def _quantisers() -> Iterator[Quantiser]:
 QUANTISERS = [*_quantisers()]
 
 
+def _marked() -> list[pytest.ParameterSet]:
+    """Return the quantisers as parameters, with the mark ``soak`` those that each run leaves out."""
+    rare = [item for item in QUANTISERS if item.arch in _IN_FULL - _OFTEN and item.name != "largest"]
+    left_out = {item for number, item in enumerate(rare) if number % 5}
+    return [
+        pytest.param(item, id=str(item), marks=[pytest.mark.soak] if item in left_out else []) for item in QUANTISERS
+    ]
+
+
 @pytest.fixture(scope="module")
 def compiling(request: pytest.FixtureRequest) -> Iterator[Compiling]:
     """What the quantisers of the selected tests become, compiled on every core."""
@@ -249,7 +260,7 @@ def test_each_quantiser_is_compiled() -> None:
         assert found == {("largest", False), *((name, chance) for name in KINDS for chance in (False, True))}
 
 
-@pytest.mark.parametrize("quantiser", QUANTISERS, ids=str)
+@pytest.mark.parametrize("quantiser", _marked())
 def test_quantiser_compiles_everywhere_and_rounds_once(quantiser: Quantiser, compiling: Compiling) -> None:
     """Loads are of 16 bytes, division is correctly rounded, nothing is fused or flushed to zero, and nothing spills."""
     became = compiling[quantiser]
