@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kThreadWork[] = {160 << 10, 320 << 10, 320 << 10};
 
 // Memory that one thread keeps from call to call: about kScratchBytes at most, because rows of x go in batches.
-constexpr int64_t kScratchBytes = 4 << 20;
+constexpr int64_t kScratchBytes = 4 << 20, kLeastRowBytes = kChunk * 4, kMostRows = kScratchBytes / kLeastRowBytes;
 template <class T> T* scratch(std::vector<T>& kept, int64_t count) {
     if (static_cast<int64_t>(kept.size()) < count) kept = std::vector<T>(static_cast<size_t>(count));
     return kept.data();
@@ -165,7 +165,7 @@ Finish finish_of(const q4_matrix& m, const q4_call& c, int64_t tile) {
 }  // namespace
 
 int64_t batch_rows(const Layout& at, int most, int threads) {
-    const int64_t row_bytes = std::max<int64_t>(at.chunks * kChunk * 4, int64_t{threads} * kTileRows * 4);
+    const int64_t row_bytes = std::max(at.chunks * kLeastRowBytes, int64_t{threads} * kTileRows * 4);
     return std::max<int64_t>(1, kScratchBytes / row_bytes / most) * most;
 }
 
@@ -182,20 +182,22 @@ void Product::tiles(int64_t first, int64_t last, Panel* panel, float* sums) cons
         for (int32_t j = 0; j < rows.outlier_count[i] && !odd[i]; ++j) columns->add(rows.outliers[i * most_outliers + j]);
     const ColumnDecoder decode_columns = columns && columns->count ? kernels.columns(m) : nullptr;
     alignas(64) double outliers[Finish::kMost * kTileRows];
+    uint64_t special[kMostRows / Finish::kMost];  // rows that are shrunk, or have outliers: as bits
+    for (int64_t first_row = 0; first_row < count; first_row += Finish::kMost) {
+        uint64_t bits = 0;
+        for (int64_t i = first_row; i < std::min<int64_t>(count, first_row + Finish::kMost); ++i)
+            bits |= uint64_t{c.family == Q4_EXACT ? odd[i] != 0 : rows.has_outliers(i) && !odd[i]} << (i - first_row);
+        special[first_row / Finish::kMost] = bits;
+    }
     // Sums of the rows from `from` up to `to`.
     const auto deliver = [&](const Tile& tile, Finish& f, int64_t from, int64_t to, const float* given) {
-        for (int64_t begin = from, end; begin < to; begin = end, given += Finish::kMost * kTileRows) {
-            end = std::min<int64_t>(to, begin + Finish::kMost);
-            f.with_outliers = f.shrunk = 0;
-            for (int64_t i = begin; i < end; ++i) {
-                const uint64_t bit = uint64_t{1} << (i - begin);
-                if (c.family == Q4_EXACT) {
-                    if (odd[i]) f.shrunk |= bit;
-                } else if (rows.has_outliers(i) && !odd[i]) {
-                    f.with_outliers |= bit;
-                    multiply_outliers(tile, rows.outliers + i * most_outliers, rows.outlier_count[i], columns,
-                                      outliers + (i - begin) * kTileRows);
-                }
+        for (int64_t begin = from, end; begin < to; given += (end - begin) * kTileRows, begin = end) {
+            end = std::min(to, (begin / Finish::kMost + 1) * Finish::kMost);
+            const uint64_t bits = special[begin / Finish::kMost] >> begin % Finish::kMost & ~uint64_t{0} >> (Finish::kMost - (end - begin));
+            (c.family == Q4_EXACT ? f.shrunk : f.with_outliers) = bits;
+            for (uint64_t left = f.with_outliers; left; left &= left - 1) {
+                const int64_t place = __builtin_ctzll(left), i = begin + place;
+                multiply_outliers(tile, rows.outliers + i * most_outliers, rows.outlier_count[i], columns, outliers + place * kTileRows);
             }
             f.index = index + begin;
             kernels.finish(f, given, static_cast<int>(end - begin));

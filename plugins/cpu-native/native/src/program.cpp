@@ -339,13 +339,21 @@ void q4_program::attend_spans(const q4::Bound& b, const q4_step& s, int me, int 
     Attention a = attention_of(s, columns, me);
     const auto span = [&](int64_t i) { return Range{b.indices[i / shares * 2], b.indices[i / shares * 2 + 1]}; };
     const int64_t most = most_together(count * kv_heads, shares, team);
-    int64_t turn = 0;
-    for (int64_t head = 0; head < kv_heads; ++head) {
+    const auto keys_of = [&](int64_t from, int64_t to) {
+        int64_t sum = 0;
+        for (int64_t i = from; i < to; ++i) sum += span(i).to - span(i).from;
+        return sum;
+    };
+    // Each thread takes as many pairs of queries and keys: neighbouring ones, which share what they read.
+    const int64_t total = kv_heads * keys_of(0, count);
+    for (int64_t head = 0, before = 0; head < kv_heads; ++head) {
         a.keys = cache_from(keys, 0, 4, Q4_F32, head * columns);
         a.values = cache_from(values, 0, 4, Q4_F32, head * columns);
         for (int64_t from = 0, to; from < count; from = to) {
             to = together(from, count, most, true, span);
-            if (turn++ % team != me) continue;
+            const int64_t pairs = keys_of(from, to), owner = (before + pairs / 2) * team / total;
+            before += pairs;
+            if (owner != me) continue;
             attend_rows(a, from, to, me, [&](int64_t i) {
                 const int64_t r = i / shares, place = (head * shares + i % shares) * columns;
                 return Query{row<const float>(x, r) + place, row<float>(s.outputs[0], r) + place, span(i).from, span(i).to};

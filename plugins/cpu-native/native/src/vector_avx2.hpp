@@ -89,7 +89,7 @@ struct Avx2 {
     }
     // 32 numbers to int8, and the sums of both halves' levels; false where some may be outliers, or integers can't hold them.
     static constexpr bool kHasRuns = true;
-    static bool quantize_plain(const float* x, int8_t* levels, float* scale, int32_t* sums) {
+    Q4_INLINE static bool quantize_plain(const float* x, int8_t* levels, float* scale, int32_t* sums) {
         __m256 value[4];
         __m256i size[4], peak = _mm256_setzero_si256();
         for (int i = 0; i < 4; ++i) {

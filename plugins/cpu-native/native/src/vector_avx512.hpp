@@ -80,7 +80,7 @@ struct Avx512 {
     }
     // 32 numbers to int8, and the sums of both halves' levels; false where some may be outliers, or integers can't hold them.
     static constexpr bool kHasRuns = true;
-    static bool quantize_plain(const float* x, int8_t* levels, float* scale, int32_t* sums) {
+    Q4_INLINE static bool quantize_plain(const float* x, int8_t* levels, float* scale, int32_t* sums) {
         const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
         const __m512i sign = _mm512_set1_epi32(0x7fffffff);
         const __m512i a = _mm512_and_si512(_mm512_castps_si512(low), sign), b = _mm512_and_si512(_mm512_castps_si512(high), sign);
