@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,6 @@ _ROWS = 256
 """Tokens of a run where no sequence is longer: enough for products to be fast, few enough to stay in a cache."""
 _LEAST_SQUARE = 1e-24
 """torch's normalize divides by 1e-12 at least."""
-_FIRST, _LAST = torch.tensor([0, 1]), torch.tensor([-1, 0])
 POOLED = frozenset({"cls", "mean", "lasttoken"})
 """Modes of pooling that are operations of a program."""
 
@@ -51,10 +51,9 @@ class EncodingProgram:
     ) -> None:
         self.most, self._pooling = most, tuple(pooling)
         builder = ProgramBuilder(encoder, torch.device("cpu"), f"encode {type(encoder).__name__}")
-        self._count = torch.ones(1, dtype=torch.int64)
+        self._count, self._pools = array("q", [1]), [array("q", bytes(16 * most)) for _ in self._pooling]
         self._tokens, self._types = torch.zeros((2, most), dtype=torch.int64).unbind()
-        self._pools = torch.zeros((max(1, len(self._pooling)), most, 2), dtype=torch.int64)
-        builder.of_tokens(builder.bound(self._count, "number of tokens"), most)
+        builder.of_tokens(builder.bound(torch.frombuffer(self._count, dtype=torch.int64), "number of tokens"), most)
         self._places = RowPlaces(builder, most, capacity)
         x = _emit(encoder, builder, builder.bound(self._tokens, "tokens"), self._places, self._types)
         if dense := [name for name, module in encoder.named_modules() if _is_dense(module, builder)]:
@@ -70,9 +69,9 @@ class EncodingProgram:
     def _emit_vectors(self, builder: ProgramBuilder, x: Value, *, normalised: bool) -> Value:
         width = x.shape[-1]
         joined = builder.scratch((self.most, width * len(self._pooling)))
-        for index, spans in enumerate(self._pools.unbind()):
-            out = builder.columns(joined, index * width, width)
-            builder.step(Op.MEAN_SPANS, x, builder.bound(spans, "sentences"), out=out)
+        for index, cells in enumerate(self._pools):
+            spans = builder.bound(torch.frombuffer(cells, dtype=torch.int64), "sentences")
+            builder.step(Op.MEAN_SPANS, x, spans, out=builder.columns(joined, index * width, width))
         if not normalised:
             return joined
         size = joined.shape[-1]
@@ -128,12 +127,12 @@ class EncodingProgram:
                 self._types[:count].zero_()
             else:
                 self._types[:count].copy_(types)
-            ends = self._places.fill(torch.tensor(lengths))
-            for spans, mode in zip(self._pools, self._pooling, strict=False):  # of no pooling there is one, unused
-                spans[rows:count].copy_(_FIRST)
-                one = ends[:, :1] + _FIRST if mode == "cls" else ends[:, 1:] + _LAST
-                spans[:rows].copy_(ends if mode == "mean" else one)
-            self._count.fill_(count)
+            ends = self._places.fill(lengths)
+            for spans, mode in zip(self._pools, self._pooling, strict=True):
+                spans[: 2 * rows : 2] = array("q", [to - 1 if mode == "lasttoken" else at for at, to in ends])
+                spans[1 : 2 * rows : 2] = array("q", [at + 1 if mode == "cls" else to for at, to in ends])
+                spans[2 * rows : 2 * count] = array("q", (0, 1)) * (count - rows)
+            self._count[0] = count
             self.bound()
             return self._found[: rows if self._pooling else count].clone()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import torch
 from tokenizers import normalizers
 
 import q4core as q4
-from q4_lm.generation.encoding import EncodingPrograms
+from q4_lm.generation.encoding import EncodingProgram, EncodingPrograms
 from q4_lm.generation.sentence_modules import SentenceModules, modules_of_file, read_modules
 from q4_lm.models.architecture import build_model, find_architecture
 from q4_lm.models.gguf_bert import read_pooling
@@ -158,20 +157,19 @@ class SentenceEncoder:
         rows = [self.tokenizer.encode_whole(head + text) for text in sentences]
         rows = [row if len(row) <= self.limit else [*row[: self.limit - 1], row[-1]] for row in rows]
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))  # alike lengths together
-        found = list[torch.Tensor]()
+        program, found = self._programs.find(max(map(len, rows))), list[torch.Tensor]()
         for start in range(0, len(rows), batch):
             chosen = order[start : start + batch]
-            found.append(self._vectors([rows[index] for index in chosen]))
+            found.append(self._vectors(program, [rows[index] for index in chosen]))
             watch(start + len(chosen), len(rows))
         return torch.cat(found)[torch.tensor(order).argsort()]
 
     @torch.inference_mode()
-    def _vectors(self, rows: list[list[int]]) -> torch.Tensor:
+    def _vectors(self, program: EncodingProgram | None, rows: list[list[int]]) -> torch.Tensor:
         longest = max(map(len, rows))
-        if (program := self._programs.find(longest)) is not None:
+        if program is not None:
             if self.modules.pools_in_program:
-                tokens = torch.tensor([*itertools.chain.from_iterable(rows)])
-                return self.modules.finish(program.run([*map(len, rows)], tokens))
+                return self.modules.finish(torch.stack(program(rows)))
             return torch.cat([self.modules.pool(item[None], torch.ones(1, len(item))) for item in program(rows)])
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.encoder.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.encoder.device)

@@ -69,16 +69,10 @@ class BatchPlaces(RowPlaces):
     """
 
     def __init__(self, builder: ProgramBuilder, cache: BatchCache, most: int) -> None:
-        # Arrays of Python's, whose numbers cost no tensor to be written.
-        self._cells: list[array[int]] = []
         super().__init__(builder, most, cache.capacity)
         self._cache = cache
         self.tokens = builder.bound(self._numbers(most), "tokens")
         self._rows = builder.bound(self._numbers(most), "rows of the cache")
-
-    def _numbers(self, count: int) -> torch.Tensor:
-        self._cells.append(array("q", bytes(8 * count)))
-        return torch.frombuffer(self._cells[-1], dtype=torch.int64)
 
     def seen(self, layer: int, key: Value, value: Value) -> tuple[Value, Value]:
         """Store the rows' keys and values, and return the cache's [batch · capacity, heads · head_dim]."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from q4_programs import ProgramBuilder, Value
 
 __all__ = ["RowPlaces"]
@@ -22,6 +25,7 @@ class RowPlaces:
     """
 
     def __init__(self, builder: ProgramBuilder, most: int, capacity: int) -> None:
+        self._cells: list[array[int]] = []  # Python's arrays, which are written without a tensor's operations
         self.capacity = capacity
         self._builder, self._most = builder, most
         self._positions = self._numbers(most)
@@ -30,7 +34,8 @@ class RowPlaces:
 
     def _numbers(self, count: int) -> torch.Tensor:
         """Return memory for numbers of a run."""
-        return torch.zeros(count, dtype=torch.int64)
+        self._cells.append(array("q", bytes(8 * count)))
+        return torch.frombuffer(self._cells[-1], dtype=torch.int64)
 
     def spans(self, *, causal: bool, window: int | None) -> Value:
         """Return the first row that each row sees, and the one behind the last: int64 [2 · most]."""
@@ -43,23 +48,23 @@ class RowPlaces:
         """Return the keys and values that spans are of: those of the rows themselves."""
         return key, value
 
-    def fill(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Write positions and spans of sequences; return the first row of each and the one behind its last, [n, 2].
+    def fill(self, lengths: Iterable[int]) -> list[tuple[int, int]]:
+        """Write positions and spans of sequences, and return the first row of each, and the one behind its last.
 
         Args:
-            lengths: int64 [sequences], each 1 or more, together at most ``most``.
+            lengths: Rows of each, 1 or more, together at most ``most``.
         """
-        lasts = lengths.cumsum(0)
-        ends = torch.stack([lasts - lengths, lasts], dim=1)
-        whole = ends.expand(int(lengths), 2) if len(lengths) == 1 else ends.repeat_interleave(lengths, dim=0)
-        rows = torch.arange(len(whole))
-        torch.sub(rows, whole[:, 0], out=self._positions[: len(rows)])
-        for (causal, window), spans in self._spans.items():
-            spans[: len(rows)].copy_(whole)
-            low, high = spans[: len(rows)].unbind(1)
-            if causal:
-                torch.add(rows, 1, out=high)
-            if window is not None:
-                low.clamp_(min=rows - window + 1)
-                high.clamp_(max=rows + window)
+        positions, *cells = self._cells
+        ends, at = [], 0
+        for length in lengths:
+            to = at + length
+            positions[at:to] = array("q", range(length))
+            for (causal, window), spans in zip(self._spans, cells, strict=True):
+                near = length if window is None else min(window, length)  # rows that see the first one, or the last
+                low = array("q", [at]) * near + array("q", range(at + 1, to - near + 1))
+                high = array("q", range(at + near, to)) + array("q", [to]) * near
+                spans[2 * at : 2 * to : 2] = low
+                spans[2 * at + 1 : 2 * to : 2] = array("q", range(at + 1, to + 1)) if causal else high
+            ends.append((at, to))
+            at = to
         return ends
