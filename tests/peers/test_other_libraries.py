@@ -25,7 +25,12 @@ pytestmark = pytest.mark.peer
 
 STORED: dict[str, Any] = json.loads(VERDICTS.read_text(encoding="utf-8"))
 HAS_BF16_KERNEL = kernels()["avx512_bf16"]
-EVERY = [(subject, name) for subject in SUBJECTS for name in subject.formats]
+EVERY = [
+    pytest.param(subject, name, id=f"{subject.name}-{name}", marks=[pytest.mark.soak] if number else [])
+    for subject in SUBJECTS
+    for number, name in enumerate(subject.formats)
+]
+"""Each library with each of its formats: every run takes the first one, and the soak the others."""
 
 
 def test_versions_are_those_of_the_page() -> None:
@@ -33,7 +38,7 @@ def test_versions_are_those_of_the_page() -> None:
     assert facts()["versions"] == STORED["facts"]["versions"]
 
 
-@pytest.mark.parametrize(("subject", "name"), EVERY, ids=[f"{subject.name}-{name}" for subject, name in EVERY])
+@pytest.mark.parametrize(("subject", "name"), EVERY)
 def test_verdicts_are_those_of_the_page(subject: Subject, name: str) -> None:
     """As many cases as the page says end each way, for each reason; for another CPU's kernels each has an outcome."""
     results = judge(subject, name)
@@ -44,7 +49,7 @@ def test_verdicts_are_those_of_the_page(subject: Subject, name: str) -> None:
         assert summary_of(subject.name, results) == STORED["verdicts"][subject.name][name]
 
 
-@pytest.mark.parametrize(("subject", "name"), EVERY, ids=[f"{subject.name}-{name}" for subject, name in EVERY])
+@pytest.mark.parametrize(("subject", "name"), EVERY)
 def test_what_a_library_is_not_asked_is_no_accident(subject: Subject, name: str) -> None:
     """A right function under a library's claims passes all that is declared: no claim makes a case fail."""
     claims = {**subject.claims, "has_gradients": False}
