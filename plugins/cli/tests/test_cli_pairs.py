@@ -125,8 +125,9 @@ def test_every_pair_is_exact_or_refused(source: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.samples
-def test_samples_are_exact_or_refused(tmp_path: Path) -> None:
-    """So are layers that the owners of the formats wrote, of each kind one."""
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.soak)])
+def test_samples_are_exact_or_refused(every: int, tmp_path: Path) -> None:
+    """So are layers that the owners of the formats wrote, of each kind one, or of one kind in four."""
     seen: set[tuple[object, ...]] = set()
     written = 0
     for folder in sorted(Path(os.environ["Q4_SAMPLES"]).glob("*/checkpoint")):
@@ -139,5 +140,6 @@ def test_samples_are_exact_or_refused(tmp_path: Path) -> None:
                 kind = (folder.parent.name, layer.dialect, layer.format, layer.shape, layer.type)
                 if kind not in seen and layer.dialect in {*WRITTEN, "gguf"}:
                     seen.add(kind)
-                    written += _judge(tmp_path / f"{len(seen)}", checkpoint[name], layer.dialect)
-    assert written > 300
+                    if len(seen) % every == 0:
+                        written += _judge(tmp_path / f"{len(seen)}", checkpoint[name], layer.dialect)
+    assert written > 300 // every

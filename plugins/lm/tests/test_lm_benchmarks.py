@@ -59,6 +59,7 @@ def test_precision(run: Callable[..., dict[str, Any]], monkeypatch: pytest.Monke
     assert result["programs"][precision.EXACT]["kl_divergence"] < 1e-6
 
 
+@pytest.mark.soak
 def test_opening(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Openings take turns in processes of their own, and several share one prepared file."""
     monkeypatch.setattr(opening, "PROCESSES", 2)

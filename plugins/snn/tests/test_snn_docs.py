@@ -33,7 +33,7 @@ def test_programs_of_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["snn_digits.py", "snn_events.py"])
+@pytest.mark.parametrize("name", [pytest.param("snn_digits.py", marks=pytest.mark.soak), "snn_events.py"])
 def test_classifying_examples(name: str, tmp_path: Path) -> None:
     """One short training classifies better than chance; steps are shown as they are done, and a picture is drawn."""
     done = run_example(name, "--epochs", 2, "--seeds", 1, "--hidden", 32, "--picture", "s.png", folder=tmp_path)
