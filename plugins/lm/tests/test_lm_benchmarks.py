@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import batches, generate, opening, precision, record, waiting
+from benchmarks import batches, busy, generate, opening, precision, record, waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,4 +73,11 @@ def test_waiting(run: Callable[..., dict[str, Any]]) -> None:
     """Both ways to wait are timed, alone and next to busy cores."""
     result = run(waiting, "--model", "MODEL")
     assert set(result["scenes"]) == {"without burners", "with burners"}
-    assert result["one_busy_core"]["ratio"]["median"] > 0
+
+
+def test_a_busy_core(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads next to a busy core are compared with one, in pairs, and judged."""
+    monkeypatch.setattr(busy, "subjects", lambda: iter([("A model", lambda threads: {"decode": 10.0 * threads})]))
+    result = run(busy)
+    assert result["subjects"]["A model"]["decode"]["ratio"]["median"] == result["threads"]
+    assert [item["verdict"] for item in result["verdicts"]] == ["met"]
