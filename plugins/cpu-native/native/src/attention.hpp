@@ -141,7 +141,7 @@ template <class V, int Count, int Columns> void score_columns(const Turn* turns,
     }
 }
 
-// Loops over the in-features of small heads are written out: they took three times as long.
+// Loops over the in-features of small heads are written out: they took twice as long.
 template <class V, int Count> Q4_INLINE void score_tile(const Turn* turns, const float* keys, int64_t columns, int64_t place) {
     if (columns == 32) return score_columns<V, Count, 32>(turns, keys, columns, place);
     if (columns == 64) return score_columns<V, Count, 64>(turns, keys, columns, place);
