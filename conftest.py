@@ -69,13 +69,14 @@ def _of_every_run(mark: pytest.Mark) -> pytest.Mark:
     return pytest.mark.parametrize(names, left or values, **mark.kwargs).mark
 
 
-def pytest_runtest_setup() -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
     """Put what lives to the end, a million objects, where no collection of garbage looks at it.
 
-    Each one would take a fifth of a second for them, and hundreds of tests ask for one. A check of the kit unfreezes.
+    Each one would take a fifth of a second for them, and hundreds of tests ask for one.
     """
-    if not gc.get_freeze_count():
-        gc.freeze()
+    gc.collect()
+    gc.freeze()
 
 
 @functools.cache
