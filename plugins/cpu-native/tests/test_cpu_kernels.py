@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from q4_cpu_native.tables import table_of, words_of
 from q4core.extension import LayerHandle
 from tests.support import samples
 from tests.support.cpu_layers import layer_on, quantised, random_weight
+from tests.support.interpreter import run_interpreter
 from tests.support.limits import scaled
 
 if TYPE_CHECKING:
@@ -362,9 +362,7 @@ before = resident()
 for layer in layers: layer(x, out=out)
 print(resident() - before)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=scaled(120), check=True
-    )
+    done = run_interpreter(["-W", "ignore", "-c", code], timeout=scaled(120), check=True)
     assert int(done.stdout) < 24  # MB; 128 would be the activations themselves
 
 
@@ -384,7 +382,7 @@ if child == 0:
     os._exit(0)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=scaled(60), check=False)
+    done = run_interpreter(["-W", "ignore", "-c", code], timeout=scaled(60))
     assert done.returncode == 0
 
 
@@ -434,7 +432,7 @@ if child == 0:
     os._exit(0 if torch.equal(layer(x), y) else 3)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=scaled(60), check=False)
+    done = run_interpreter(["-W", "ignore", "-c", code], timeout=scaled(60))
     assert done.returncode == 0
 
 
@@ -487,7 +485,7 @@ def test_an_instruction_set_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch
 def test_one_openmp_runtime_is_loaded() -> None:
     """Kernels share torch's threads; a second runtime's would fight them for the cores."""
     program = "import torch, q4_cpu_native._native, pathlib; print(pathlib.Path('/proc/self/maps').read_text())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = run_interpreter(["-c", program], check=True)
     mapped = {line.split()[-1] for line in done.stdout.splitlines() if "gomp" in line or "omp5" in line}
     assert len(mapped) == 1, mapped
 
