@@ -42,8 +42,16 @@ EXPORTED = {
 CASES = [case for case in EXACT if case.contract in {*JUDGED, "EX-16"} or case.id in VALUES]
 
 
+LONG = {"TC-09/values/nvfp4-e4m3_mul-low_first-48x256b16-s0/bfloat16/exact"}
+"""Of the values, those that the one with a global scale for each row, which divides, leaves little to show for."""
+
+
 def _is_long(case: Case) -> bool:
-    return case.contract in JUDGED or (case.contract == "EX-16" and case.id.split("/")[2] not in EXPORTED)
+    return (
+        case.contract in JUDGED
+        or case.id in LONG
+        or (case.contract == "EX-16" and case.id.split("/")[2] not in EXPORTED)
+    )
 
 
 def test_the_cases_named_exist() -> None:
