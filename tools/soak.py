@@ -25,7 +25,7 @@ OPTIONS = ["-v", "-nauto", "--maxprocesses=8", "--durations=20"]
 PARTS = {
     "contract": ["tests"],
     "kit": ["conformance"],
-    "files": ["plugins/safetensors", "plugins/gguf", "plugins/onnx"],
+    "files": ["plugins/cli", "plugins/dialects", "plugins/gguf", "plugins/onnx", "plugins/safetensors"],
     "actors": ["plugins/actors", "plugins/snn"],
     "networks": ["plugins/lm", "plugins/nn"],
     "cpu-native": ["plugins/cpu-native"],
