@@ -69,17 +69,24 @@ def run_interpreter(
 
 
 def _wait(server: socket.socket, command: list[str], timeout: float | None) -> int:
-    pid = int(server.recv(_MESSAGE_BYTES))
+    pid = _number(server, "pid")
     server.settimeout(timeout)
     try:
-        return int(server.recv(_MESSAGE_BYTES))
+        return _number(server, "status")
     except TimeoutError:
         os.kill(pid, 9)
         server.settimeout(None)
-        server.recv(_MESSAGE_BYTES)
+        _number(server, "status")
         raise subprocess.TimeoutExpired(command, timeout or 0.0) from None
     finally:
         server.settimeout(None)
+
+
+def _number(server: socket.socket, what: str) -> int:
+    """Return what the server says next, which must be of this kind."""
+    kind, _, number = server.recv(_MESSAGE_BYTES).decode().partition(" ")
+    assert kind == what, f"the server of interpreters sent {kind!r} for {what!r}"
+    return int(number)
 
 
 def _is_forkable(arguments: Sequence[str], variables: Mapping[str, str], started_with: Mapping[str, str]) -> bool:
@@ -87,7 +94,9 @@ def _is_forkable(arguments: Sequence[str], variables: Mapping[str, str], started
     rest = arguments[2:] if [*arguments[:2]] in [["-W", action] for action in _WARNINGS] else arguments
     is_plain = bool(rest) and (rest[0] in {"-c", "-m"} or not rest[0].startswith("-"))
     early = {name for name in {*variables, *started_with} if name.startswith(_READ_AT_START)} - _HANDLED
-    return is_plain and all(variables.get(name) == started_with.get(name) for name in early)
+    is_alike = all(variables.get(name) == started_with.get(name) for name in early)
+    folders = variables.get("PYTHONPATH", "").split(os.pathsep)
+    return is_plain and is_alike and not any(Path(folder, "sitecustomize.py").exists() for folder in folders if folder)
 
 
 @functools.cache
@@ -125,8 +134,8 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
             return json.loads(message)  # type: ignore[no-any-return]  # a request
         for file in files:
             os.close(file)
-        connection.send(str(pid).encode())
-        connection.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+        connection.send(f"pid {pid}".encode())
+        connection.send(f"status {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}".encode())
 
 
 def _become(request: dict[str, Any], base: Sequence[str]) -> None:
