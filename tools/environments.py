@@ -147,12 +147,12 @@ def install_packages(session: nox.Session, *, environment: str = "env", isas: st
         folders = [folder for folder in folders if folder.name != "cpu-native"]
     for folder in (item for item in folders if item.name in COMPILED):
         own = ["--no-deps", "--no-build-isolation", "--editable", str(folder)]
+        is_kernels = folder.name == "cpu-native"
+        if is_kernels and isas != "all" and not _is_installed(session, folder.name, own, environment):
+            own += ["--config-settings", f"cmake.define.Q4_CPU_ISAS={isas}"]
         if not _is_installed(session, folder.name, own, environment):
             cores = "one core" if isas == "native" else "two idle cores"
-            takes = f", which takes two minutes on {cores}" if folder.name == "cpu-native" else ""
-            session.log(f"{folder.name}: compiling{takes}")
-            if folder.name == "cpu-native" and isas != "all":
-                own += ["--config-settings", f"cmake.define.Q4_CPU_ISAS={isas}"]
+            session.log(f"{folder.name}: compiling{f', which takes two minutes on {cores}' if is_kernels else ''}")
         install(session, folder.name, *own, environment=environment)
     needed = {line for folder in folders if folder.name not in PEER_PACKAGES for line in _libraries(folder)}
     install(session, "libraries", *sorted(needed), environment=environment)

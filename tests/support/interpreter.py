@@ -7,6 +7,7 @@ exit of their own. What must be measured from an interpreter's start on is run b
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -69,17 +70,24 @@ def run_interpreter(
 
 
 def _wait(server: socket.socket, command: list[str], timeout: float | None) -> int:
-    pid = _number(server, "pid")
-    server.settimeout(timeout)
     try:
-        return _number(server, "status")
-    except TimeoutError:
-        os.kill(pid, 9)
-        server.settimeout(None)
-        _number(server, "status")
-        raise subprocess.TimeoutExpired(command, timeout or 0.0) from None
-    finally:
-        server.settimeout(None)
+        pid = _number(server, "pid")
+        server.settimeout(timeout)
+        try:
+            return _number(server, "status")
+        except TimeoutError:
+            os.kill(pid, 9)
+            server.settimeout(None)
+            _number(server, "status")
+            raise subprocess.TimeoutExpired(command, timeout or 0.0) from None
+        finally:
+            server.settimeout(None)
+    except subprocess.TimeoutExpired:
+        raise
+    except BaseException:  # what it still sends would be taken for the next request's
+        server.close()
+        _server.cache_clear()
+        raise
 
 
 def _number(server: socket.socket, what: str) -> int:
@@ -113,6 +121,8 @@ def _server(pid: int) -> tuple[socket.socket, Mapping[str, str]]:
     theirs.close()
 
     def end() -> None:
+        with contextlib.suppress(OSError):  # it is closed already
+            ours.shutdown(socket.SHUT_RDWR)  # also for forks of this process, which hold it open
         ours.close()
         server.wait()
 

@@ -42,7 +42,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 FRESH = """
 import sys, torch, q4core as q4
 from q4_lm import load_model
-from tests.support.interpreter import run_interpreter
 with q4.Session(q4.SessionConfig(device="cpu", activation_precision="exact")) as session, torch.no_grad():
     model = load_model(sys.argv[1], session)
     x = torch.load(sys.argv[2])
