@@ -172,7 +172,7 @@ def _check_layer_lifetime(subject: LayerSubject, example: Any) -> str:
     ends: list[weakref.ref[torch.nn.Module]] = []
     live()
     gc.collect()
-    was_frozen = gc.get_freeze_count() > 0
+    end_freeze = gc.freeze if gc.get_freeze_count() else gc.unfreeze  # what the caller froze stays so
     gc.freeze()  # what lives by now is not looked at again
     try:
         for _ in range(_LIVES):
@@ -180,10 +180,7 @@ def _check_layer_lifetime(subject: LayerSubject, example: Any) -> str:
         gc.collect()
         grown = sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
     finally:
-        gc.unfreeze()
-        if was_frozen:  # by the caller, for whom it stays so
-            gc.freeze()
-    alive = sum(end() is not None for end in ends)
-    expect(not alive, f"{alive} of {len(ends)} layers live on")
+        end_freeze()
+    expect(not (alive := sum(end() is not None for end in ends)), f"{alive} of {len(ends)} layers live on")
     expect(grown < _LIVES, f"{grown} tensors live on after {_LIVES} layers")  # what is stored once is no leak
     return f"{len(ends)} layers gone"
