@@ -48,8 +48,8 @@ template <class V> float quantize_chunk(const float* x, int32_t most, int8_t* le
     return scale;
 }
 
-// Chunks as a whole, by vectors, where the instruction set has a function for one: 29 cycles each on AVX-512. Products with
-// 1 / scale, divided only near a half, took 39.
+// Chunks as a whole, by vectors, where the instruction set has a function for one. Products with 1 / scale, divided only near a
+// half, take longer than divisions.
 template <class V> int64_t quantize_run(const float* x, int64_t chunks, const Quantized& to) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t place = chunk * to.rows;
