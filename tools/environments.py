@@ -175,5 +175,5 @@ def link(session: nox.Session, environment: str, *, base: str = "env") -> None:
 
 
 def _folder(session: nox.Session, environment: str) -> Path:
-    """Return where the programs of an environment are."""
-    return session.cache_dir.parent / environment / ("Scripts" if os.name == "nt" else "bin")
+    """Return where the programs of an environment are, from the root on: some are started in other folders."""
+    return session.cache_dir.parent.absolute() / environment / ("Scripts" if os.name == "nt" else "bin")
