@@ -91,7 +91,7 @@ def _with_tokens(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
 
 def _behind_tokens(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
     if program.tokens is not None and len(program.steps) > 1 and int(buffers[program.tokens[0]]) == 5:  # noqa: PLR2004  # as above
-        view = program.steps[-1].outputs[0]
+        view = program.steps[-2].outputs[0]  # the logits, before the token of the largest
         buffers[view.buffer][view.offset + 5 * view.stride] += 1
 
 

@@ -167,31 +167,31 @@ def check_program_tokens(case: Case, subject: BackendSubject) -> str:
     for token in range(most):
         scene.tensors[numbers.buffer][numbers.offset : numbers.offset + 2] = torch.tensor([token * 7 % 50, 20 + token])
         bound()
-        wanted.append([scene.read(results[place]) for place in (-4, -2, -1)])  # logits, keys and values
+        wanted.append([scene.read(results[place]) for place in (-4, -3, -2, -1)])
     for threads_now in _COUNTS:
         scene = scenes.Scene(subject)
         numbers, results = scenes.decoder(case, scene, most)
-        logits, *caches = results[-3:]
+        logits, best, *caches = results[-4:]
         flat = scene.tensors[numbers.buffer]
         flat[numbers.offset : numbers.offset + most] = torch.arange(most) * 7 % 50
         flat[numbers.offset + most : numbers.offset + 2 * most] = 20 + torch.arange(most)
         with threads(threads_now):
             bound = scene.bound()
             bound()  # of all tokens: as any, below
-            for index, cache in enumerate(caches, 1):
+            for index, cache in enumerate(caches, 2):
                 same = torch.equal(scene.read(cache), wanted[-1][index])
                 expect(same, f"{most} tokens, {threads_now} threads: other keys or values than one by one")
             for count in _TOKENS:
                 with within(f"{count} tokens, {threads_now} threads"):
-                    scene.tensors[logits.buffer].fill_(scenes.CANARY)
-                    before = scene.tensors[logits.buffer].clone()
+                    written = [(scene.tensors[view.buffer].fill_(scenes.CANARY), view) for view in (logits, best)]
                     scene.tensors[scene.tokens[0]].fill_(count)
                     bound()
-                    own = [torch.equal(row, one[0][0]) for row, one in zip(scene.read(logits), wanted, strict=True)]
+                    shown = zip(scene.read(logits), scene.read(best)[0], wanted, strict=True)
+                    own = [torch.equal(row, one[0][0]) and int(token) == one[1] for row, token, one in shown]
                     expect(all(own[:count]), "other bits than the tokens one by one")
-                    after = scene.tensors[logits.buffer]
-                    after[logits.offset : logits.offset + count * logits.stride] = scenes.CANARY
-                    expect(torch.equal(after, before), "rows of other tokens were written")
+                    for flat, view in written:
+                        flat[view.offset : view.offset + count * (view.stride if view.rows > 1 else 1)] = scenes.CANARY
+                        expect(bool((flat == scenes.CANARY).all()), "rows of other tokens were written")
             for count in (0, -1, most + 1, 2**40):
                 scene.tensors[scene.tokens[0]].fill_(count)
                 held = [tensor.clone() for tensor in scene.tensors]

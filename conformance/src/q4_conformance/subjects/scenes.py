@@ -210,8 +210,8 @@ def decoder(case: Case, scene: Scene, tokens: int = 1) -> tuple[View, list[View]
     Args:
         case: Of the layers' format.
         scene: To add to.
-        tokens: Of how many tokens the steps are: first come their numbers, then their positions. Of one token the last
-            results are the logits, the token of the largest, keys and values; of more there is no such token.
+        tokens: Of how many tokens the steps are: first come their numbers, then their positions. The last results are
+            the logits, the tokens of the largest, keys and values.
     """
     numbers = scene.view(torch.tensor([[3, CAPACITY // 2]]).repeat_interleave(tokens, 1))
     token, position = (View(numbers.buffer, 1, tokens, numbers.offset + at * tokens, numbers.stride) for at in (0, 1))
@@ -273,6 +273,5 @@ def decoder(case: Case, scene: Scene, tokens: int = 1) -> tuple[View, list[View]
     scene.add(Op.MULTIPLY, [gate, part(inner, _INNER, _INNER)], gate)
     x = add(Op.ADD, [x, add(Op.LINEAR, [gate], _HIDDEN, (0,), layer=down)], _HIDDEN)
     logits = add(Op.LINEAR, [add(Op.RMS_NORM, [x, norm], _HIDDEN, (1e-6, 0))], TOKENS, (0,), layer=embedding)
-    if tokens == 1:
-        results.append(scene.add(Op.ARGMAX, [logits], scene.out(1, 1, torch.int64)))
+    results.append(scene.add(Op.ARGMAX, [logits], scene.out(1, tokens, torch.int64)))
     return numbers, [*results, *caches]

@@ -269,12 +269,12 @@ bool q4_program::take_tokens(const int64_t* tokens, int64_t most) {
     };
     for (Bound& b : bound_) {
         q4_step& s = b.step;
-        if (s.op > Q4_COPY && spans_input(s) < 0) return false;
+        if (s.op > Q4_ARGMAX && spans_input(s) < 0) return false;
         for (int i = 0; i < s.input_count; ++i) {
             const bool is_other = (s.op == Q4_ADD || s.op == Q4_MULTIPLY) && i == 1 && s.inputs[1].rows > 1;
             if (has_int64_input(s, i) ? !add(s.inputs[i].columns) : ((i == 0 && s.op != Q4_MEAN_SPANS) || is_other) && !add(s.inputs[i].rows)) return false;
         }
-        if (s.op != Q4_STORE && !add(s.outputs[0].rows)) return false;
+        if (s.op != Q4_STORE && !add(s.op == Q4_ARGMAX ? s.outputs[0].columns : s.outputs[0].rows)) return false;
     }
     for (Bound& b : bound_)
         if (b.linear) b.linear->reserve(kernels_);

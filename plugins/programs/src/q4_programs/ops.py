@@ -173,7 +173,7 @@ IN_PLACE -= {Op.EMBEDDING, Op.LINEAR, Op.STORE, Op.ATTENTION, Op.COPY, Op.ARGMAX
 """Operations of which an output may be an input, exactly."""
 WITH_POSITIONS = frozenset({Op.ROTARY, Op.STORE, Op.ATTENTION})
 """Operations whose last input is the positions of tokens."""
-WITHOUT_TOKENS = SPIKING | {Op.ARGMAX, Op.TOP_K}
+WITHOUT_TOKENS = SPIKING | {Op.TOP_K}
 """Operations that no program of several tokens has."""
 
 
