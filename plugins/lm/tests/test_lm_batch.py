@@ -150,6 +150,16 @@ def test_a_step_takes_no_memory() -> None:
     assert [item.key for item in profile.key_averages() if item.self_cpu_memory_usage > 0] == []
 
 
+def test_the_best_token_of_each_row() -> None:
+    """It is chosen in the program, for as many rows as are wanted, and is the greatest logit's."""
+    decoder = build(packed=True)
+    program, _ = program_of(decoder, 5)
+    for count in (5, 1, 3):
+        logits = program([(slot, (7 + slot,)) for slot in range(5)], range(count))
+        assert program.best() == logits.argmax(-1).tolist()
+        assert len(program.best()) == count
+
+
 def test_a_run_that_does_not_fit() -> None:
     """A cache without room, or a number that is no token, is an error before anything is written."""
     decoder = build(packed=True)

@@ -202,11 +202,9 @@ class BatchProgram(_Programs):
         self._last = self._features.new_zeros(most, self._features.shape[1])
         builder = self._builder(", head")
         builder.of_tokens(builder.bound(self._rows, "number of sequences"), most)
-        self._logits = builder.tensor(
-            builder.keep(builder.emit(decoder, builder.bound(self._last, "features"), part="head"))
-        )
+        logits = builder.keep(builder.emit(decoder, builder.bound(self._last, "features"), part="head"))
+        self._logits, self._best = builder.tensor(logits), _best(builder, logits)
         self.head = self._bind(builder)
-        self._best = torch.zeros(most, dtype=torch.int64)
 
     @torch.inference_mode()
     def __call__(self, parts: Sequence[tuple[int, Sequence[int]]], wanted: Sequence[int] = ()) -> torch.Tensor:
@@ -230,7 +228,6 @@ class BatchProgram(_Programs):
         torch.index_select(self._features, 0, self._ends[:rows], out=self._last[:rows])
         self._rows.fill_(rows)
         self.head()
-        torch.argmax(self._logits[:rows], -1, out=self._best[:rows])
         return self._logits[:rows]
 
     def best(self) -> list[int]:
@@ -239,8 +236,8 @@ class BatchProgram(_Programs):
 
 
 def _best(builder: ProgramBuilder, logits: Value) -> torch.Tensor:
-    """Return where the token of the greatest logit will be."""
-    return builder.tensor(builder.keep(builder.step(Op.ARGMAX, logits, shape=(1,))))
+    """Return where the token of the greatest logit of each row will be."""
+    return builder.tensor(builder.keep(builder.step(Op.ARGMAX, logits, shape=logits.shape[:1])))
 
 
 _Kind = TypeVar("_Kind", bound=_Programs)
