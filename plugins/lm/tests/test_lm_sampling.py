@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -63,6 +64,45 @@ def test_top_p_keeps_the_fewest_that_reach_p(logits: torch.Tensor, p: float) -> 
     assert left.numel() >= 1
     assert float(left.sum()) >= p - 1e-5
     assert float(left[1:].sum()) < p + 1e-5
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.95, 0.999])
+@pytest.mark.parametrize(("k", "temperature"), [(0, 0.8), (300, 0.8), (0, 50.0)])
+def test_a_large_vocabulary_is_cut_as_a_sort_of_all_would(p: float, k: int, temperature: float) -> None:
+    """Of 50,000 tokens those are kept whose likelier ones have less than p, in float64 over all of them."""
+    logits = 3 * torch.randn(50_000, generator=torch.Generator().manual_seed(7))
+    left = Sampler(temperature, top_k=k, top_p=p).probabilities(logits) > 0
+    shares, order = (logits.double() / temperature).sort(descending=True).values, logits.argsort(descending=True)
+    shares = shares[: k or None].softmax(-1)
+    before = shares.cumsum(-1) - shares
+    at_the_edge = order[: k or None][(before - p).abs() < 1e-5]
+    expected = torch.zeros_like(left).index_fill_(0, order[: k or None][before < p], value=True)
+    assert not (left != expected).index_fill_(0, at_the_edge, value=False).any()
+    assert left.any()
+
+
+def test_drawing_is_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile neither this thread's number afterwards nor that of a thread which begins is another one."""
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    real = torch.searchsorted
+
+    def look(*given: Any) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        return real(*given)
+
+    monkeypatch.setattr(torch, "searchsorted", look)
+    try:
+        Sampler(temperature=1.0)(LOGITS)
+        assert (seen, torch.get_num_threads()) == ([1, 3], 3)
+        with pytest.raises(InputError):
+            Sampler(temperature=1.0)(LOGITS * math.nan)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @given(logits=vectors)

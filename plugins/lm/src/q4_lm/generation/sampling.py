@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 
+from q4_lm.generation.threads import one_thread
 from q4core import ConfigError, InputError
 
 __all__ = ["Sampler"]
@@ -37,7 +38,8 @@ _RANGES: dict[str, tuple[float, float]] = {
 class Sampler:
     """Draws tokens from logits.
 
-    The same logits and the same seed give the same tokens on every device: drawing happens on the CPU, in float32.
+    The same logits and the same seed give the same tokens on every device: drawing happens on the CPU, in float32, by
+    one thread.
 
     Args:
         temperature: Divides the logits; 0 is greedy.
@@ -68,20 +70,27 @@ class Sampler:
         Raises:
             InputError: A logit is NaN or infinite.
         """
-        values = _checked(logits)
         if self.temperature == 0:
-            return torch.nn.functional.one_hot(values.argmax(), values.numel()).to(torch.float32)
+            return torch.nn.functional.one_hot(_checked(logits).argmax(), logits.numel()).to(torch.float32)
+        index, shares = self._likeliest(_checked(logits))
+        return shares if index is None else torch.zeros(logits.numel()).index_copy_(0, index, shares)
+
+    def _likeliest(self, values: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return the tokens that may be drawn, all where it is None, and their probabilities."""
+        index = None
         if 0 < self.top_k < values.numel():
-            least = values.topk(self.top_k).values[-1]
-            values = values.masked_fill(values < least, -math.inf)
+            index = (values >= values.topk(self.top_k).values[-1]).nonzero()[:, 0]
+            values = values[index]
         # The greatest logit is subtracted first, so that a tiny temperature can't overflow.
         shares = ((values - values.max()) / self.temperature).softmax(-1)
         if self.top_p < 1:
-            ordered, order = shares.sort(descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered
-            shares = shares.index_fill(0, order[before >= self.top_p], 0.0)
+            # All below this share hold half of 1 - p at most, and need not be put in order.
+            kept = (shares >= (1 - self.top_p) / (2 * shares.numel())).nonzero()[:, 0]
+            ordered, order = shares[kept].sort(descending=True, stable=True)
+            kept = kept[order[ordered.cumsum(-1) - ordered < self.top_p]]
+            index, shares = kept if index is None else index[kept], shares[kept]
             shares = shares / shares.sum()
-        return shares
+        return index, shares
 
     def __call__(self, logits: torch.Tensor, best: int | None = None) -> int:
         """Return the number of the next token.
@@ -95,9 +104,16 @@ class Sampler:
         """
         if self.temperature == 0 and best is not None and math.isfinite(float(logits[best])):
             return best
-        if self.temperature == 0:
-            return int(_checked(logits).argmax())
-        return int(torch.multinomial(self.probabilities(logits), 1, generator=self._generator))
+        with one_thread():
+            values = _checked(logits)
+            if self.temperature == 0:
+                return int(values.argmax())
+            index, shares = self._likeliest(values)
+            reached = shares.cumsum(-1, dtype=torch.float64)
+            # Above 0 and at most their sum: a share of 0 is never drawn.
+            drawn = reached[-1] * (1 - torch.rand(1, generator=self._generator, dtype=torch.float64))
+            place = torch.searchsorted(reached, drawn)
+            return int(place if index is None else index[place])
 
 
 def _checked(logits: torch.Tensor) -> torch.Tensor:
