@@ -248,10 +248,12 @@ class Q4Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers has no typ
         return model
 
     def _run_by_programs(self, model: Any) -> None:
-        from q4_transformers.programs import install_programs  # noqa: PLC0415  # for those who want it
+        from q4_transformers.loop import install_loop  # noqa: PLC0415  # for those who want it
+        from q4_transformers.programs import install_programs  # noqa: PLC0415  # as above
 
         install_programs(model)
         if self._is_on_cpu():
+            install_loop(model)
             run_encoders_as_programs(model)
 
     def _read_again(self, path: Path, place: Place) -> PackedWeight:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_decoders import KINDS, SLIDING, WIDE, calls, near, pair, prompt, ran
 from huggingface_models import dense_model
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LogitsProcessor, StaticCache
 
 import q4_transformers
 import q4core as q4
@@ -337,6 +337,52 @@ def test_threads_generate_at_once(llamas: tuple[Any, Any]) -> None:
         thread.join()
     for seed in range(4):
         assert torch.equal(found[seed], theirs.generate(prompt(40, seed), max_new_tokens=12, do_sample=False))
+
+
+class _Threads(LogitsProcessor):
+    """Notes torch's number of threads between two calls of the model."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.seen: list[int] = []
+        self.fails = fails
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(torch.get_num_threads())
+        if self.fails:
+            raise RuntimeError("no such token")
+        return scores
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_between_calls_of_one_sequence_torch_has_one_thread(sequences: int, llamas: tuple[Any, Any]) -> None:
+    """The model has all of them at each call, of another thread too; so has what is about a batch, and what follows."""
+    ours, _ = llamas
+    inside, own, before = list[int](), threading.get_ident(), torch.get_num_threads()
+
+    def look(*_: Any) -> None:
+        inside.append(torch.get_num_threads())
+        if len(inside) == 2:  # a call of another thread, whose number stays
+            other = threading.Thread(target=lambda: [ours(prompt(4)), inside.append(torch.get_num_threads())])
+            other.start()
+            other.join()
+
+    torch.set_num_threads(3)
+    try:
+        with ours.lm_head.register_forward_pre_hook(lambda *_: look() if threading.get_ident() == own else None):
+            found = _Threads()
+            ours.generate(prompt(20).repeat(sequences, 1), max_new_tokens=5, logits_processor=[found])
+        assert found.seen == [3] + [1 if sequences == 1 else 3] * 4
+        assert inside == [3] * 6
+        with pytest.raises(RuntimeError, match="no such token"):
+            ours.generate(prompt(20), max_new_tokens=5, logits_processor=[_Threads(fails=True)])
+        assert torch.get_num_threads() == 3
+        assert not ours._forward_hooks
+        assert not ours._forward_pre_hooks
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(ours)))  # noqa: S301  # its own bytes
+        assert torch.equal(*(model.generate(prompt(20), max_new_tokens=5) for model in (ours, twin)))
+        assert vars(twin)["_optimize_model_for_decode"].model is twin
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_cache_grows_with_its_sequence(tmp_path: Path) -> None:

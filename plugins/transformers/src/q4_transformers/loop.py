@@ -1,0 +1,56 @@
+"""The loop of ``generate``, in which torch's operations between two calls of the model run on one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from q4_lm.generation.threads import set_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+__all__ = ["install_loop"]
+
+_NAME = "_optimize_model_for_decode"
+"""The method of a model whose context transformers enters around its loop over new tokens, since 5.0."""
+
+
+class _Loop:
+    """What is in the place of that method, which it calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Give the model all threads for each call, and one to what follows where it is about one sequence.
+
+        Some operations on the logits are large enough for torch to share, and then wait for a core that is busy.
+        """
+        count, thread = torch.get_num_threads(), threading.get_ident()
+
+        def before(*_: Any) -> None:
+            if threading.get_ident() == thread:
+                set_threads(count)
+
+        def after(_: Any, __: Any, result: Any) -> None:
+            if threading.get_ident() == thread and len(result[0]) == 1:
+                set_threads(1)
+
+        with getattr(type(self.model), _NAME)(self.model), contextlib.ExitStack() as stack:
+            stack.callback(set_threads, count)
+            for hook in (self.model.register_forward_pre_hook(before), self.model.register_forward_hook(after)):
+                stack.callback(hook.remove)
+            yield
+
+
+def install_loop(model: nn.Module) -> None:
+    """Let a model generate so, where transformers has such a loop."""
+    if hasattr(type(model), _NAME):
+        vars(model)[_NAME] = _Loop(model)
