@@ -76,6 +76,7 @@ TITLES = {
     "threads": ("Threads next to torch's", "python -m benchmarks threads", ""),
     "waiting": ("A machine with busy cores", "python -m benchmarks waiting", "cli.md"),
     "busy-avx512": ("With one busy core", "python -m benchmarks busy", "cli.md"),
+    "busy-avx2": ("With one busy core, AVX2", "Q4_CPU_ISA=avx2 python -m benchmarks busy", "cli.md"),
     "precision": ("What a precision costs", "python -m benchmarks precision", "precision.md"),
     "embeddings": ("Sentence embeddings in four bits", "python -m benchmarks embeddings", "models-from-files.md"),
     "encoders-avx512": ("MiniLM in four bits", "python -m benchmarks encoders", "models-from-files.md"),
