@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -19,6 +18,7 @@ from q4core.diagnostics.events import warn_once
 from q4core.errors import Q4ProbeWarning
 from q4core.layers.diagnosis import Record
 from q4core.machine.torch_state import outside_inference
+from q4core.ops.prepared_weight import LATEST_CHANGE
 from q4core.policy.config import SessionConfig
 from q4core.probes.comparison import probe_result
 from q4core.probes.linear import find_product_fault
@@ -53,7 +53,6 @@ __all__ = [
     "watch",
 ]
 
-_WEIGHT, _BIAS = operator.attrgetter("_weight"), operator.methodcaller("get", "bias")
 _shown: weakref.WeakKeyDictionary[Registry, dict[tuple[str, str, Hashable], str | None]] = weakref.WeakKeyDictionary()
 """What probes showed, by purpose, backend and kind: None where it is right."""
 _records: weakref.WeakKeyDictionary[Q4Linear, dict[tuple[str, str], Record]] = weakref.WeakKeyDictionary()
@@ -129,14 +128,29 @@ class LayerHandle:
 
 
 def watch(handles: Iterable[LayerHandle]) -> Callable[[], bool]:
-    """Return a function that says whether all handles are current: for calls of microseconds over many layers."""
+    """Return a function that says whether all handles are current: for calls of microseconds over many layers.
+
+    It looks at few objects, as products have emptied the processor's caches: at layers once after any has changed.
+    """
     known = [*handles]
-    layers = [handle.layer for handle in known]
-    weights = [handle._weight for handle in known]
-    parameters, biases = [layer._parameters for layer in layers], [handle.bias for handle in known]
+    weights = [(handle.layer, handle._weight) for handle in known]
+    plain, biases = list[dict[str, Any]](), list[tuple[dict[str, Any], Any]]()
+    for handle in known:
+        parameters = handle.layer._parameters
+        if any(value is not None for value in parameters.values()):
+            biases.append((parameters, handle.bias))
+        else:
+            plain.append(parameters)
+    empty = [*map(dict, plain)]
+    seen: object = None
 
     def are_current() -> bool:
-        return [*map(_WEIGHT, layers)] == weights and all(map(operator.is_, map(_BIAS, parameters), biases))
+        nonlocal seen
+        if seen is not (latest := LATEST_CHANGE[0]):
+            if any(layer._weight is not weight for layer, weight in weights):
+                return False
+            seen = latest
+        return plain == empty and all(parameters.get("bias") is bias for parameters, bias in biases)
 
     return are_current
 

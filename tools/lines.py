@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = {".py", ".cpp", ".c", ".h", ".hpp", ".cu", ".cuh"}
 NO_SOURCE = {"tests", "golden", "examples"}
 BUDGETS: dict[str, int | None] = {
-    "q4core": 12_120,
+    "q4core": 12_140,
     "plugins/actors": 7_400,
     "plugins/cli": 3_800,
     "plugins/cpu-native": None,
     "plugins/dequant-fallback": None,
     "plugins/dialects": None,
     "plugins/gguf": None,
-    "plugins/lm": 8_450,
+    "plugins/lm": 8_460,
     "plugins/nf4-cuda": None,
     "plugins/nn": 5_890,
     "plugins/nvfp4-native": None,
@@ -29,7 +29,7 @@ BUDGETS: dict[str, int | None] = {
     "plugins/quantize": 1_100,
     "plugins/safetensors": 1_240,
     "plugins/snn": 8_100,
-    "plugins/transformers": 4_210,
+    "plugins/transformers": 4_250,
     "plugins/triton-kernels": None,
     "plugins/um-managed": 3_200,
     "plugins/vllm": None,

@@ -30,7 +30,7 @@ from q4core.layers.weight_info import WeightInfo
 from q4core.machine.torch_state import is_recorded, outside_inference
 from q4core.memory import provider_of
 from q4core.ops.call_check import check_linear_call, refuse_bias
-from q4core.ops.prepared_weight import LayerWeight, PreparedWeight, forget_weight, register_weight
+from q4core.ops.prepared_weight import LATEST_CHANGE, LayerWeight, PreparedWeight, forget_weight, register_weight
 from q4core.plugins.registry import Registry, default_registry
 from q4core.policy.config import SessionConfig, UnifiedMemoryPolicy, resolve_config
 from q4core.weight import PackedWeight
@@ -233,7 +233,7 @@ class Q4Linear(nn.Module):
     def _take(self, weight: LayerWeight) -> None:
         """Make a weight the layer's own; nothing here can fail."""
         self._release(self.__dict__.get("_weight"))
-        self._weight = weight
+        self._weight, LATEST_CHANGE[0] = weight, object()
         buffers = weight.buffers if isinstance(weight, PreparedWeight) else weight.tensors
         self._buffer_names = tuple(f"packed_{index}" for index in range(len(buffers)))
         for key, buffer in zip(self._buffer_names, buffers, strict=True):
@@ -263,7 +263,7 @@ class Q4Linear(nn.Module):
         self._closed = True
         weight = self._weight
         # First, so that a call in another thread finds a closed layer where it misses a buffer.
-        self._weight = weight.without_tensors()
+        self._weight, LATEST_CHANGE[0] = weight.without_tensors(), object()
         self._release(weight)
 
     def __enter__(self) -> Self:

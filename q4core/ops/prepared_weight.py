@@ -83,6 +83,8 @@ class PreparedWeight(LayerWeight):
         self.counts = [0] * len(self.plan.segments)
 
 
+LATEST_CHANGE = [object()]
+"""Its item is replaced after any layer has taken or dropped a weight."""
 BY_TAG: dict[int, PreparedWeight] = {}
 """Weights by the address of their tag, for the ops."""
 

@@ -97,8 +97,25 @@ def test_a_handle_says_when_the_layer_changed(change: Callable[[q4.Q4Linear], ob
     are_current = watch([LayerHandle(layer_of()), handle])
     layer(torch.randn(2, K))
     assert [handle.is_current, are_current()] == [True, True]
+    change(layer_of())  # another one
+    assert [handle.is_current, are_current()] == [True, True]
     change(layer)
     assert [handle.is_current, are_current(), watch([handle])()] == [False, False, False]
+
+
+def test_a_bias_that_a_layer_gets_ends_its_handle() -> None:
+    """A layer without a bias is watched, too, and so is one whose bias is computed."""
+    plain = q4.Q4Linear(q4.quantize(torch.randn(N, K), "nf4"))
+    computed = layer_of()
+    torch.nn.utils.parametrize.register_parametrization(computed, "bias", torch.nn.Identity())
+    for layer in (plain, computed):
+        are_current = watch([LayerHandle(layer), LayerHandle(layer_of())])
+        assert are_current()
+        if layer is computed:
+            torch.nn.utils.parametrize.remove_parametrizations(layer, "bias")
+        else:
+            _replace_bias(layer)
+        assert not are_current()
 
 
 def test_a_layer_without_a_weight_has_no_handle() -> None:
