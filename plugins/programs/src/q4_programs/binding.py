@@ -136,7 +136,8 @@ class BoundProgram:
                 counts[index] += rounds
             if found:
                 for number, layer, _ in self._packed:
-                    layer.add_outlier_rows(found[number])
+                    if rows := found[number]:
+                        layer.add_outlier_rows(rows)
 
     def _run_by_turns(self, rounds: int, given: Sequence[torch.Tensor], turns: Turns) -> Sequence[int] | None:
         """Let the backend call what happens between rounds, or run them one by one."""

@@ -43,6 +43,11 @@ class Watch:
         self._known = [parts.copy() for parts in self._plain]
         self._names, self._parts = [*_all(self._others)], [*_all(map(dict.values, self._others))]
 
+    @property
+    def has_new_hooks(self) -> bool:
+        """Whether anybody has registered a hook, on any module, since ``change`` last found none here."""
+        return self._hooks != RemovableHandle.next_id
+
     def change(self) -> str | None:
         """Return what has changed, or None."""
         if self._hooks != RemovableHandle.next_id:  # torch counts every hook that anybody registers

@@ -65,6 +65,11 @@ class _Programs:
         self._watches.append(Watch(builder.modules))
         return self._programs[-1]
 
+    @property
+    def has_new_hooks(self) -> bool:
+        """Whether anybody has registered a hook, on any module, since ``change`` last found none here."""
+        return any(watch.has_new_hooks for watch in self._watches)
+
     def change(self) -> str | None:
         """Return why a program no longer fits the decoder, or None."""
         return next((change for watch in self._watches if (change := watch.change()) is not None), None)

@@ -40,6 +40,8 @@ class StopReason(enum.Enum):
 class Generation:
     """One run of a decoder over a prompt; iterate over it to get the new tokens one by one.
 
+    It runs by the modules that the decoder has at the first token. A hook that is registered later counts from then on.
+
     Args:
         decoder: The model.
         prompt: Token numbers, at least one.
@@ -134,7 +136,7 @@ class Generation:
                 return
             # Only the model's own time counts, not what the caller does between two tokens.
             start = self.clock()
-            if not self.decode_steps or (program is not None and program.change()):
+            if not self.decode_steps or (program is not None and program.has_new_hooks):
                 program = decoding_program(self.decoder, cache)
             if program is None:
                 token = self.sampler(self._logits((token,), cache))
