@@ -1,4 +1,4 @@
-"""The loop of ``generate``, in which torch's operations between two calls of the model run on one thread."""
+"""The loop of ``generate``, between two calls of which torch has one thread and modules stay what they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from q4_lm.generation.threads import set_threads
+from q4_transformers.programs import ProgramForward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +33,12 @@ class _Loop:
         """Give the model all threads for each call, and one to what follows where it is about one sequence.
 
         Some operations on the logits are large enough for torch to share, and then wait for a core that is busy.
+        Programs look at the modules once, and again after a hook was registered.
         """
         count, thread = torch.get_num_threads(), threading.get_ident()
+        found = [
+            own for module in self.model.modules() if isinstance(own := vars(module).get("forward"), ProgramForward)
+        ]
 
         def before(*_: Any) -> None:
             if threading.get_ident() == thread:
@@ -45,6 +50,8 @@ class _Loop:
 
         with getattr(type(self.model), _NAME)(self.model), contextlib.ExitStack() as stack:
             stack.callback(set_threads, count)
+            for own in found:
+                stack.enter_context(own.steady())
             for hook in (self.model.register_forward_pre_hook(before), self.model.register_forward_hook(after)):
                 stack.callback(hook.remove)
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
@@ -25,6 +26,8 @@ from q4core import LifecycleError, Q4Error, Q4Linear
 from q4core.plugin_api import counted, is_plain_call, outside_inference
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from q4_lm.models.transformer import TransformerDecoder
     from q4_nn.blocks.cache import KVCache
 
@@ -155,6 +158,10 @@ class ProgramForward:
         self._windows: tuple[int | None, ...] = ()
         """The twin's: how many tokens each block sees, or None."""
         self._watch: Watch | None = None
+        self._steady: int | None = None
+        """The thread in whose loop modules stay what they are."""
+        self._is_looked_at = False
+        """Whether the last look at them found those of the twin."""
         self._classes: tuple[list[Any], list[Any]] = [], []
         """Those of the decoder's modules, and their ``forward``."""
         self._attention: Any = None
@@ -187,6 +194,15 @@ class ProgramForward:
         lines = [f"{what}: none, {self.problem}" if self.problem else f"{what}: {ran}"]
         calls.pop(str(self.problem), None)
         return lines + [f"{what}: modules ran {counted(count, 'call')}, {why}" for why, count in calls.items()]
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """Let this thread's calls inside the block look at the modules once, and again after a hook was registered."""
+        self._steady = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._steady, self._is_looked_at = None, False
 
     # -- which calls
 
@@ -245,6 +261,10 @@ class ProgramForward:
 
     def _ready(self) -> TransformerDecoder:
         """Return the twin, made and proven at the first call, and again after the model has changed."""
+        is_steady = self._steady == threading.get_ident() and self._is_looked_at
+        if is_steady and self._watch is not None and not self._watch.has_new_hooks and self._twin is not None:
+            return self._twin
+        self._is_looked_at = False
         if self._watch is None or self._is_changed(self._watch):
             modules = [*self.decoder.modules()]
             watch = Watch(modules, inert=(_CAPTURING,))
@@ -264,6 +284,7 @@ class ProgramForward:
                 refuse(_NAME, [item for item in modules if isinstance(item, Q4Linear)], self.problem)
         if self._twin is None:
             raise _Modules(str(self.problem))
+        self._is_looked_at = True
         return self._twin
 
     def _is_changed(self, watch: Watch) -> bool:

@@ -106,6 +106,9 @@ class Slot:
         self.programs: dict[int, Any] = {}
         """Most tokens of a run → the program."""
         self._holders: list[weakref.ref[Any]] = []
+        self._windowed = [index for index, window in enumerate(self.windows) if window is not None]
+        self.is_whole = False
+        """Whether the content of all layers that it was lent is here still."""
 
     @property
     def padding(self) -> list[int]:
@@ -116,6 +119,13 @@ class Slot:
     def is_free(self) -> bool:
         """Whether no layer's content is here."""
         return not any(slot_of(layer) is self for ref in self._holders if (layer := ref()) is not None)
+
+    def holds(self, layers: list[Any]) -> bool:
+        """Return whether the content of just these layers is here. Each token asks, so few objects are looked at."""
+        is_whole = self.is_whole and [ref() for ref in self._holders] == layers
+        if not is_whole or not self._windowed:
+            return is_whole
+        return not any(vars(layers[index]).get("record_past") for index in self._windowed)
 
     def fits(self, windows: Sequence[int | None], capacity: int, padding: Sequence[int]) -> bool:
         """Return whether such a cache may be lent here."""
@@ -156,7 +166,7 @@ class Slot:
         return larger
 
     def _take(self, layers: Sequence[Any]) -> None:
-        self._holders = [weakref.ref(layer) for layer in layers]
+        self._holders, self.is_whole = [weakref.ref(layer) for layer in layers], True
         for index, layer in enumerate(layers):
             state = vars(layer)
             state[_SLOT] = self, index
@@ -174,12 +184,11 @@ def slot_of(layer: Any) -> Slot | None:
 def find_slot(cache: Any) -> Slot | None:
     """Return the slot where the content of a cache is, each layer's in its place; None where some of it is elsewhere.
 
-    ``layers_of_cache`` has found its layers fit. Each token asks, so no function is called for each layer.
+    ``layers_of_cache`` has found its layers fit.
     """
-    layers = cache.layers if type(cache) in _CACHES else ()
-    places = [None if own.get("record_past") else own.get(_SLOT) for own in map(vars, layers)]
-    slot: Slot | None = places[0][0] if places and places[0] else None
-    return None if slot is None or places != [(slot, index) for index in range(len(slot.windows))] else slot
+    layers = cache.layers if type(cache) in _CACHES else []
+    slot: Slot | None = vars(layers[0]).get(_SLOT, (None,))[0] if layers else None
+    return slot if slot is not None and slot.holds(layers) else None
 
 
 def layers_of_cache(cache: Any, config: TransformerConfig) -> list[Any] | str:
@@ -236,7 +245,7 @@ def give_back(layer: Any) -> Any:
     slot, index = vars(layer).pop(_SLOT, (None, 0))
     if slot is None:
         return layer
-    layer.__class__ = _PLAIN[type(layer)]
+    layer.__class__, slot.is_whole = _PLAIN[type(layer)], False
     length, seen = slot.cache.length, slot.cache.seen(index)
     if not isinstance(layer, cache_utils.StaticLayer):
         layer.keys, layer.values = seen.clone().unbind(0)

@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessor, StaticCache
 
 import q4_transformers
 import q4core as q4
-from q4_programs import EmissionError
+from q4_programs import EmissionError, Watch
 from q4_transformers import HfLinear, Q4Config
 from q4_transformers.names import CACHE
 from q4_transformers.twin import check_twin, make_twin
@@ -383,6 +383,31 @@ def test_between_calls_of_one_sequence_torch_has_one_thread(sequences: int, llam
         assert vars(twin)["_optimize_model_for_decode"].model is twin
     finally:
         torch.set_num_threads(before)
+
+
+def test_generate_looks_at_the_modules_once(llamas: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so as it begins, and again after a hook was registered, which counts from the next token on."""
+    ours, theirs = llamas
+    looks, hooks, real = list[str | None](), list[Any](), Watch.change
+    monkeypatch.setattr(Watch, "change", lambda watch: looks.append(real(watch)) or looks[-1])
+
+    class Hooking(LogitsProcessor):
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if ids.shape[1] == 25:
+                hooks.append(ours.model.layers[0].register_forward_hook(lambda *_: None))
+            return scores
+
+    first = ours.generate(prompt(20), max_new_tokens=12, do_sample=False)
+    assert looks == [None] * 2  # of the prompt and the first token
+    assert ran(ours) == 12
+    found = ours.generate(prompt(20), max_new_tokens=12, do_sample=False, logits_processor=[Hooking()])
+    assert torch.equal(found, theirs.generate(prompt(20), max_new_tokens=12, do_sample=False))
+    assert torch.equal(found, first)
+    assert sorted(calls(ours).values()) == [6, 6]
+    hooks[0].remove()
+    ours.model.forward.calls.clear()
+    ours.generate(prompt(20), max_new_tokens=12, do_sample=False)
+    assert ran(ours) == 12
 
 
 def test_a_cache_grows_with_its_sequence(tmp_path: Path) -> None:
