@@ -38,6 +38,12 @@ TITLES = {
         "Q4_CPU_ISA=avx2 python -m benchmarks generate",
         "precision.md",
     ),
+    "transformers-avx512": ("4-bit models inside transformers", "python -m benchmarks transformers", "huggingface.md"),
+    "transformers-avx2": (
+        "4-bit models inside transformers, AVX2",
+        "Q4_CPU_ISA=avx2 python -m benchmarks transformers",
+        "huggingface.md",
+    ),
     "transformers-generate-smollm2-avx512": (
         "SmolLM2 inside transformers",
         "python -m benchmarks transformers --generate smollm2",
