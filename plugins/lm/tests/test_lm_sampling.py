@@ -124,6 +124,13 @@ def make(seed: int) -> Sampler:
     return Sampler(temperature=1.0, seed=seed)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}])
+def test_the_least_temperature_is_as_good_as_greedy(options: dict[str, Any]) -> None:
+    """A divisor that float32 can't hold makes no NaN."""
+    for temperature in (5e-324, 1e-46, 1e-38):
+        assert Sampler(temperature, **options)(LOGITS) == 5
+
+
 def test_draws_follow_the_probabilities() -> None:
     """Frequencies of 5,000 draws lie within five standard deviations of the probabilities."""
     sampler, count = Sampler(temperature=1.3, top_k=5, seed=1), 5_000

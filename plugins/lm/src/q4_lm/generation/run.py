@@ -40,7 +40,8 @@ class StopReason(enum.Enum):
 class Generation:
     """One run of a decoder over a prompt; iterate over it to get the new tokens one by one.
 
-    It runs by the modules that the decoder has at the first token. A hook that is registered later counts from then on.
+    It runs by the modules and parameters that the decoder has at the first token. A hook counts from when it is
+    registered; a packed layer that was moved, or given another bias, is a ``LifecycleError``.
 
     Args:
         decoder: The model.

@@ -34,6 +34,9 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
+_LEAST = torch.finfo(torch.float32).tiny  # float32 divides by no lower temperature
+
+
 @attrs.define
 class Sampler:
     """Draws tokens from logits.
@@ -82,7 +85,7 @@ class Sampler:
             index = (values >= values.topk(self.top_k).values[-1]).nonzero()[:, 0]
             values = values[index]
         # The greatest logit is subtracted first, so that a tiny temperature can't overflow.
-        shares = ((values - values.max()) / self.temperature).softmax(-1)
+        shares = ((values - values.max()) / max(self.temperature, _LEAST)).softmax(-1)
         if self.top_p < 1:
             # All below this share hold half of 1 - p at most, and need not be put in order.
             kept = (shares >= (1 - self.top_p) / (2 * shares.numel())).nonzero()[:, 0]
