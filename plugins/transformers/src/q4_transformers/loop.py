@@ -21,6 +21,8 @@ __all__ = ["install_loop"]
 _NAME = "_optimize_model_for_decode"
 """The method of a model whose context transformers enters around its loop over new tokens, since 5.0."""
 
+_open = threading.local()  # its ``threads`` are those of a call of the model in the loop that this thread is in
+
 
 class _Loop:
     """What is in the place of that method, which it calls."""
@@ -35,25 +37,30 @@ class _Loop:
         Some operations on the logits are large enough for torch to share, and then wait for a core that is busy.
         Programs look at the modules once, and again after a hook was registered.
         """
-        count, thread = torch.get_num_threads(), threading.get_ident()
-        found = [
-            own for module in self.model.modules() if isinstance(own := vars(module).get("forward"), ProgramForward)
-        ]
+        before, thread = torch.get_num_threads(), threading.get_ident()
+        outer = getattr(_open, "threads", None)
+        count: int = outer or before  # of a loop in which this one is, as before is 1 there
+        forwards = [vars(module).get("forward") for module in self.model.modules()]
 
-        def before(*_: Any) -> None:
+        def begin(*_: Any) -> None:
             if threading.get_ident() == thread:
                 set_threads(count)
 
-        def after(_: Any, __: Any, result: Any) -> None:
-            if threading.get_ident() == thread and len(result[0]) == 1:
+        def end(_: Any, __: Any, result: Any) -> None:
+            logits = getattr(result, "logits", None)
+            if threading.get_ident() == thread and logits is not None and len(logits) == 1:
                 set_threads(1)
 
         with getattr(type(self.model), _NAME)(self.model), contextlib.ExitStack() as stack:
-            stack.callback(set_threads, count)
-            for own in found:
-                stack.enter_context(own.steady())
-            for hook in (self.model.register_forward_pre_hook(before), self.model.register_forward_hook(after)):
-                stack.callback(hook.remove)
+            stack.callback(set_threads, before)
+            stack.callback(setattr, _open, "threads", outer)
+            _open.threads = count
+            for own in forwards:
+                if isinstance(own, ProgramForward):
+                    stack.enter_context(own.steady())
+            if vars(self.model).get("_compiled_call_impl") is None:  # which a new hook would have compiled again
+                for hook in (self.model.register_forward_pre_hook(begin), self.model.register_forward_hook(end)):
+                    stack.callback(hook.remove)
             yield
 
 

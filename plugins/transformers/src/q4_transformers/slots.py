@@ -123,9 +123,7 @@ class Slot:
     def holds(self, layers: list[Any]) -> bool:
         """Return whether the content of just these layers is here. Each token asks, so few objects are looked at."""
         is_whole = self.is_whole and [ref() for ref in self._holders] == layers
-        if not is_whole or not self._windowed:
-            return is_whole
-        return not any(vars(layers[index]).get("record_past") for index in self._windowed)
+        return is_whole and not (self._windowed and any(vars(layers[at]).get("record_past") for at in self._windowed))
 
     def fits(self, windows: Sequence[int | None], capacity: int, padding: Sequence[int]) -> bool:
         """Return whether such a cache may be lent here."""

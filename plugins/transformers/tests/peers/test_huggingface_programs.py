@@ -385,6 +385,39 @@ def test_between_calls_of_one_sequence_torch_has_one_thread(sequences: int, llam
         torch.set_num_threads(before)
 
 
+def test_generate_inside_generate_has_all_threads(llamas: tuple[Any, Any]) -> None:
+    """A processor may let a model answer, or ask it for a loss: each call has all threads, and leaves one."""
+    ours, theirs = llamas
+    expected = theirs.generate(prompt(20), max_new_tokens=4, do_sample=False)
+    inside, between, before = list[int](), list[int](), torch.get_num_threads()
+
+    class Asking(LogitsProcessor):
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            between.append(torch.get_num_threads())
+            if ids.shape[1] == 22:
+                ours.generate(prompt(9), max_new_tokens=3, do_sample=False)
+                between.append(torch.get_num_threads())
+                ours(ids, labels=ids)
+            return scores
+
+    torch.set_num_threads(3)
+    try:
+        with ours.lm_head.register_forward_pre_hook(lambda *_: inside.append(torch.get_num_threads())):
+            found = ours.generate(prompt(20), max_new_tokens=4, do_sample=False, logits_processor=[Asking()])
+        assert torch.equal(found, expected)
+        assert {*inside} == {3}
+        assert between[:4] == [3, 1, 1, 1]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_model_of_experts_generates_with_its_routers_logits(tmp_path: Path) -> None:
+    """Their loss, which comes before the logits, is not taken for them."""
+    ours, theirs = pair(tmp_path, "Mixtral", {"num_local_experts": 4, "output_router_logits": True})
+    assert torch.equal(*(model.generate(prompt(9), max_new_tokens=4, do_sample=False) for model in (ours, theirs)))
+
+
 def test_generate_looks_at_the_modules_once(llamas: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It does so as it begins, and again after a hook was registered, which counts from the next token on."""
     ours, theirs = llamas
