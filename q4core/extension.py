@@ -130,7 +130,8 @@ class LayerHandle:
 def watch(handles: Iterable[LayerHandle]) -> Callable[[], bool]:
     """Return a function that says whether all handles are current: for calls of microseconds over many layers.
 
-    It looks at few objects, as products have emptied the processor's caches: at layers once after any has changed.
+    It looks at few objects, as products have emptied the processor's caches: at layers once after any has changed. A
+    layer that got a parameter of another name counts as changed, too.
     """
     known = [*handles]
     weights = [(handle.layer, handle._weight) for handle in known]

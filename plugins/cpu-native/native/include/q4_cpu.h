@@ -269,7 +269,7 @@ int32_t q4_cpu_program_make(const q4_step *steps, int64_t count, int32_t threads
 int32_t q4_cpu_program_run(q4_program *program, int32_t threads, int64_t rounds, const q4_stream *streams, const q4_turns *turns);
 /* Let each run be of as many tokens as *tokens says then, from 1 to `most` (2 or more), of which the steps are made: rows of x
  * and y, and positions, are a multiple of `most`, and those of the first tokens are read and written. Before the first run; steps
- * are those from Q4_EMBEDDING to Q4_COPY, and of spans. Returns as q4_cpu_program_make. */
+ * are those from Q4_EMBEDDING to Q4_ARGMAX, and of spans. Returns as q4_cpu_program_make. */
 int32_t q4_cpu_program_tokens(q4_program *program, const int64_t *tokens, int64_t most);
 /* How many rows of x of that step, a packed product, had outliers in the last run. */
 int64_t q4_cpu_program_outlier_rows(const q4_program *program, int64_t step);
