@@ -88,10 +88,10 @@ class Sampler:
         shares = ((values - values.max()) / max(self.temperature, _LEAST)).softmax(-1)
         if self.top_p < 1:
             # All below this share hold half of 1 - p at most, and need not be put in order.
-            kept = (shares >= (1 - self.top_p) / (2 * shares.numel())).nonzero()[:, 0]
-            ordered, order = shares[kept].sort(descending=True, stable=True)
-            kept = kept[order[ordered.cumsum(-1) - ordered < self.top_p]]
-            index, shares = kept if index is None else index[kept], shares[kept]
+            chosen = (shares >= (1 - self.top_p) / (2 * shares.numel())).nonzero()[:, 0]
+            ordered, order = shares[chosen].sort(descending=True, stable=True)
+            chosen = chosen[order[ordered.cumsum(-1) - ordered < self.top_p]]
+            index, shares = chosen if index is None else index[chosen], shares[chosen]
             shares = shares / shares.sum()
         return index, shares
 
