@@ -57,9 +57,9 @@ class ToyPrograms(ToyKernel):
         return call
 
 
-def _changed(program: Program, buffers: Sequence[Tensor], factor: float = 1 + 2**-20) -> None:
-    """Change the last result by a little."""
-    view = program.steps[-1].outputs[0]
+def _changed(program: Program, buffers: Sequence[Tensor], factor: float = 1 + 2**-20, step: int = -1) -> None:
+    """Change a result, by default the last one, by a little."""
+    view = program.steps[step].outputs[0]
     flat = buffers[view.buffer]
     flat[view.offset] = flat[view.offset] * factor if flat.is_floating_point() else 1 - flat[view.offset]
 
@@ -84,9 +84,9 @@ def _with_threads(program: Program, buffers: Sequence[Tensor], *_: bool) -> None
         _changed(program, buffers)
 
 
-def _with_tokens(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
+def _with_tokens(step: int, program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
     if program.tokens is not None and len(program.steps) > 1 and int(buffers[program.tokens[0]]) == 13:  # noqa: PLR2004  # as above
-        _changed(program, buffers)
+        _changed(program, buffers, step=step)
 
 
 def _behind_tokens(program: Program, buffers: Sequence[Tensor], *_: bool) -> None:
@@ -138,7 +138,8 @@ for _name, _part, _says, _facts in (
     ("writes-before-output", "operations", "was written outside the output", {"harm": _before_output}),
     ("packs-roughly", "packed", "step 0, linear: 1 of 67 elements are wrong", {"harm": _of(Op.LINEAR)}),
     ("counts-threads", "whole", "3 threads: other bits", {"harm": _with_threads}),
-    ("counts-tokens", "tokens", "13 tokens, 1 threads: other bits", {"harm": _with_tokens}),
+    ("counts-tokens", "tokens", "13 tokens, 1 threads: other bits", {"harm": functools.partial(_with_tokens, -2)}),
+    ("chooses-by-tokens", "tokens", "13 tokens, 1 threads: other bits", {"harm": functools.partial(_with_tokens, -1)}),
     ("writes-behind-tokens", "tokens", "rows of other tokens were written", {"harm": _behind_tokens}),
     ("attends-roughly-to-tokens", "operations", "attention: 1 of", {"harm": _of_tokens}),
     ("sees-a-key-too-few", "operations", "attend_spans", {"harm": _short_of_a_span}),
