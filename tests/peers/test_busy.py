@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import q4core as q4
 from benchmarks import batches, busy, generate, record
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.peer, pytest.mark.samples, pytest.mark.soak]
+
+
+@pytest.fixture(autouse=True)
+def _all_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Choose among all plugins, as who runs the benchmark does; other tests of this folder read by the reference."""
+    monkeypatch.delenv("Q4_PLUGINS")
+    q4.reset_registry()
+    yield
+    q4.reset_registry()
 
 
 def test_each_kind_of_work_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
