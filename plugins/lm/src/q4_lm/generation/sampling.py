@@ -34,7 +34,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-_LEAST = torch.finfo(torch.float32).tiny  # float32 divides by no lower temperature
+_LEAST = torch.finfo(torch.float32).tiny  # a lower divisor may be 0 in float32
 
 
 @attrs.define
