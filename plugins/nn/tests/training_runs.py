@@ -109,3 +109,4 @@ if __name__ == "__main__":
         resume(Path(sys.argv[2]), int(sys.argv[3]))
     else:
         distributed(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+        os._exit(0)  # gloo's threads may outlive Python, which aborts (pytorch issue 190489)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -37,3 +38,4 @@ def main(folder: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     main(*map(Path, sys.argv[1:]))
+    os._exit(0)  # gloo's threads may outlive Python, which aborts (pytorch issue 190489)
