@@ -27,9 +27,8 @@ def find_padding(
         windows: How many positions each layer sees, or None.
     """
     batch, count = shape
-    masks, end = [*_masks(mask, windows)], length + count
-    if all(_hides_nothing(item, (batch, end)) for item, _ in masks):
-        masks = []
+    end = length + count
+    masks = [] if _hides_nothing(mask, (batch, end)) else [*_masks(mask, windows)]
     given = [item for item in positions if item is not None]
     if any(item.shape[-1] != count or item.numel() not in {count, count * batch} for item in given):
         return _OWN_POSITIONS

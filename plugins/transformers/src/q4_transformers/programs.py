@@ -62,24 +62,24 @@ class _Program:
         x = builder.emit(twin, places.tokens, cache=places, part="body")
         x = x if twin.norm is None else builder.emit(twin.norm, x)
         self._features = builder.tensor(builder.keep(x))
-        self._steps = torch.arange(most, device=device)[None]
+        self._tokens, *self._places = self._numbers.unbind()
+        self._steps = torch.arange(most, device=device)
         self.most, self.bound = most, builder.bind()
 
     def __call__(self, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """Return features [1, T, hidden] of tokens [1, T], in memory of their own."""
-        found = torch.empty(*tokens.shape, self._features.shape[1], device=tokens.device)
+        found = []
         with self.bound.lock:
-            for at in range(0, tokens.shape[1], self.most):
-                part, out = tokens[0, at : at + self.most], found[0, at : at + self.most]
-                count = part.shape[0]
-                self._numbers[0, :count] = part
-                places = torch.tensor(cache.next_places(count), device=tokens.device)[:, None]
-                torch.add(places, self._steps, out=self._numbers[1:])
+            for part in tokens[0].split(self.most):
+                count = len(part)
+                self._tokens[:count] = part
+                for row, place in zip(self._places, cache.next_places(count), strict=True):
+                    torch.add(self._steps, place, out=row)
                 self._count.fill_(count)
                 self.bound()
                 cache.advance(count)
-                out.copy_(self._features[:count])
-        return found
+                found.append(self._features[:count].clone())
+        return (found[0] if len(found) == 1 else torch.cat(found))[None]
 
 
 class _BatchProgram:
