@@ -38,6 +38,8 @@ one of INT4's steps, 1 / 8, by which the largest is cut; with a rounding of floa
 NEAR = 1e-3
 """Both models sum over K ≤ 4,096 in float32: at most K·2⁻²⁴ of the sum of magnitudes by layer, and so 2.4e-4; a family
 has about twenty layers in a row, whose roundings add up as their root."""
+CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+"""Layers that stay dense, and whose bits depend on where torch has their tensors."""
 
 
 def _error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -84,7 +86,8 @@ def check(model_type: str, format_: str, folder: Path) -> int:
     again = load("packed")
     found = outputs_of(packed, given)
     assert _error(found, outputs_of(twin, given)) <= NEAR
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, outputs_of(again, given), strict=True))
+    convolves = any(isinstance(module, CONVOLUTIONS) for module in packed.modules())
+    assert _error(outputs_of(again, given), found) <= (NEAR if convolves else 0.0)
     return sum(isinstance(module, HfLinear) for module in packed.modules())
 
 
