@@ -1,6 +1,6 @@
 """A tiny Llama is trained with NVFP4 weights on this project's documentation, packed, and continues a sentence.
 
-    python examples/tiny_llama.py [--steps 300] [--format nvfp4] [--picture tiny_llama.png]
+    python examples/tiny_llama.py [--steps 800] [--format nvfp4] [--picture tiny_llama.png]
 
 It needs q4-nn, scikit-learn and matplotlib: pip install "q4core[examples]"
 """
@@ -46,7 +46,7 @@ def train(kind: str, steps: int, learned: torch.Tensor) -> tuple[nn.Module, list
 def main() -> None:
     """Train, pack, generate, draw, and say what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--format", default="nvfp4")
     parser.add_argument("--picture", type=Path, default=Path("tiny_llama.png"))
     options = parser.parse_args()
