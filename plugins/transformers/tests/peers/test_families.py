@@ -39,7 +39,7 @@ NEAR = 1e-3
 """Both models sum over K ≤ 4,096 in float32: at most K·2⁻²⁴ of the sum of magnitudes by layer, and so 2.4e-4; a family
 has about twenty layers in a row, whose roundings add up as their root."""
 CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-"""Layers that stay dense, and whose bits depend on where torch has their tensors."""
+"""Dense layers of torch whose bits depend on where their tensors lie: by 4e-7 in mobilenet_v2, of equal weights."""
 
 
 def _error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -84,10 +84,12 @@ def check(model_type: str, format_: str, folder: Path) -> int:
     _check_weights(stored, twin, FARTHEST[format_])
     packed.save_pretrained(folder / "packed")
     again = load("packed")
-    found = outputs_of(packed, given)
+    found, loaded = outputs_of(packed, given), outputs_of(again, given)
     assert _error(found, outputs_of(twin, given)) <= NEAR
-    convolves = any(isinstance(module, CONVOLUTIONS) for module in packed.modules())
-    assert _error(outputs_of(again, given), found) <= (NEAR if convolves else 0.0)
+    if any(isinstance(module, CONVOLUTIONS) for module in packed.modules()):
+        assert _error(loaded, found) <= NEAR
+    else:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, loaded, strict=True))
     return sum(isinstance(module, HfLinear) for module in packed.modules())
 
 
