@@ -162,6 +162,19 @@ def test_a_cropped_batch(llamas: tuple[Any, Any]) -> None:
     assert ran(llamas[0]) == 3
 
 
+@torch.no_grad()
+def test_a_mask_that_hides_more_than_before(llamas: tuple[Any, Any]) -> None:
+    """Positions that a cache holds, and a later call hides as if they were padding, are hidden."""
+    tokens, mask = prompt(6, batch=2), torch.ones(2, 7, dtype=torch.int64)
+    mask[1, :2] = 0
+    places, results = mask.sum(1, keepdim=True) - 1, []
+    for model in llamas:
+        cache = model(tokens, use_cache=True)[CACHE]
+        named = {"attention_mask": mask, "position_ids": places, CACHE: cache}
+        results.append(model(tokens[:, :1], **named).logits)
+    near(*results)
+
+
 def test_a_batch_grows(tmp_path: Path) -> None:
     """A batch outgrows the memory that it began with, windows and padding included."""
     kind, options = KINDS["gemma3"]
